@@ -1,0 +1,105 @@
+"""The three calls most users need: open, plan, load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from waybill.checkpoint import Checkpoint, read_checkpoint
+from waybill.config.model import DTYPE_TAGS
+from waybill.errors import BadRequest, Refused
+from waybill.plan import Plan, make_plan
+from waybill.plan.planner import Target
+from waybill.rules.tables.decoder import decoder_source_rules
+
+if TYPE_CHECKING:
+    from waybill.engine.models.decoder import CausalLM
+
+
+def open(path: str | Path) -> Checkpoint:
+    """Describe a checkpoint folder from its headers and config files; no weight byte is read.
+
+    Raises:
+        NotACheckpoint: there is no such folder, or it has no config.json.
+        Refused: with every problem of its files.
+    """
+    checkpoint = read_checkpoint(path)
+    if checkpoint.problems:
+        raise Refused(checkpoint.problems)
+    return checkpoint
+
+
+def plan(
+    checkpoint: Checkpoint | str | Path,
+    target: str = "torch",
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    dtype: str | None = None,
+) -> Plan:
+    """Write the waybill: one binding per parameter of the target, totals, and `problems`, from headers alone.
+
+    Args:
+        checkpoint: an opened checkpoint, or a folder.
+        target: what to plan for; "torch".
+        tp: tensor-parallel ranks.
+        rank: which of them this plan is for.
+        dtype: "float32", "float16" or "bfloat16"; by default what the config says.
+
+    Raises:
+        BadRequest: an unknown target or dtype, or a rank outside the group.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = read_checkpoint(checkpoint)
+    if not 0 <= rank < tp:
+        raise _bad_request(
+            "the rank is outside the group",
+            f"0 to {tp - 1}" if tp > 0 else "tp of at least 1",
+            f"rank {rank} of {tp}",
+        )
+    return make_plan(
+        checkpoint,
+        target=_target(target),
+        source_rules=decoder_source_rules,
+        tp=tp,
+        rank=rank,
+        dtype=dtype_tag(dtype) if dtype is not None else None,
+    )
+
+
+def load(
+    path: Checkpoint | str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    check_finite: bool = False,
+) -> CausalLM:
+    """Load a checkpoint into the PyTorch engine; under `torchrun`, this rank's share of it.
+
+    Raises:
+        Refused: the plan does not add up; nothing was read.
+        WaybillError: a file changed or a value did not fit while bytes moved.
+    """
+    from waybill.engine.load import load_model
+
+    return load_model(path, dtype=dtype, device=device, check_finite=check_finite)
+
+
+def dtype_tag(name: str) -> str:
+    """The safetensors tag of a float dtype's name: "bfloat16" -> "BF16"."""
+    tag = DTYPE_TAGS.get(name.lower().removeprefix("torch."))
+    if tag is None:
+        raise _bad_request("unknown dtype", "float32 | float16 | bfloat16", repr(name))
+    return tag
+
+
+def _target(name: str) -> Target:
+    from waybill.engine.blueprint import TORCH
+
+    if name != TORCH.name:
+        raise _bad_request("unknown target", TORCH.name, repr(name))
+    return TORCH
+
+
+def _bad_request(what: str, expected: str, found: str) -> BadRequest:
+    return BadRequest(what, expected=expected, found=found, fix="choose one of the expected values")

@@ -1,0 +1,65 @@
+"""Strict JSON from strangers: bounded in size and depth, no duplicate keys, no NaN."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from waybill.errors import BadJson
+
+MAX_CONFIG_BYTES = 16 << 20
+"""Far above any real config.json, index of 40,000 tensors or tokenizer_config.json."""
+
+
+class _Broken(ValueError):
+    """A promise of strict JSON that the standard parser would let pass."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _Broken(f"the key {twice[:80]!r} occurs twice")
+    return unique
+
+
+def _no_constant(name: str) -> None:
+    raise _Broken(f"{name} is not JSON")
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; ValueError says in words what is wrong with anything else."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a small JSON file that must hold an object.
+
+    Raises:
+        BadJson: unreadable, too large, not strict JSON, or not an object.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"more than {MAX_CONFIG_BYTES:,} bytes")
+        return parse_object(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise BadJson(
+            f"{path.name} is not a readable JSON object",
+            where=str(path),
+            expected="one JSON object, UTF-8, every key once",
+            found=reason,
+            fix=f"download {path.name} again, or repair it with a JSON-aware editor",
+        ) from error

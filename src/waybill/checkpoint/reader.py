@@ -1,0 +1,81 @@
+"""Byte ranges of a checkpoint's files, counted, and checked against the file the header was read from."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+from waybill.checkpoint.folder import Checkpoint
+from waybill.errors import FileChanged
+
+
+class RangeReader:
+    """Reads ranges straight into the caller's memory. Safe to use from several threads.
+
+    `bytes_read` counts what was asked of the file system: the figure that the plan predicts.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._root = checkpoint.root
+        self._shards = {shard.name: shard for shard in checkpoint.shards}
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def read_into(self, file: str, segments: list[tuple[int, memoryview]]) -> None:
+        """Fill each memory view from its absolute file offset.
+
+        Raises:
+            FileChanged: the file was replaced, shrank, or could not be read.
+        """
+        descriptor = self._open(file)
+        done = 0
+        for offset, view in segments:
+            filled = 0
+            while filled < len(view):
+                try:
+                    count = os.preadv(descriptor, [view[filled:]], offset + filled)
+                except OSError as error:
+                    raise self._changed(file, error.strerror or str(error)) from error
+                if count == 0:
+                    raise self._changed(file, f"the file ends at byte {offset + filled:,}")
+                filled += count
+            done += filled
+        with self._lock:
+            self.bytes_read += done
+
+    def _open(self, file: str) -> int:
+        with self._lock:
+            descriptor = self._descriptors.get(file)
+            if descriptor is None:
+                shard = self._shards[file]
+                try:
+                    descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise self._changed(file, error.strerror or str(error)) from error
+                self._descriptors[file] = descriptor
+                stat = os.fstat(descriptor)
+                if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                    raise self._changed(file, "another size or modification time than when its header was read")
+        return descriptor
+
+    def _changed(self, file: str, found: str) -> FileChanged:
+        return FileChanged(
+            "a weight file changed or failed while it was being read",
+            where=file,
+            expected=f"the {self._shards[file].size:,} bytes its header describes",
+            found=found,
+            fix="let the download finish, check the disk, and load again",
+        )

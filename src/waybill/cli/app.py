@@ -1,0 +1,55 @@
+"""The commands, and how each ends: 0 done, 1 refused, 2 wrong usage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from waybill.cli import generate, inspect, plan
+from waybill.errors import WaybillError
+
+app = typer.Typer(
+    name="waybill",
+    help="From a Hugging Face checkpoint to a model that runs, with every weight accounted for.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
+app.command("generate")(generate.generate)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"waybill {version('waybill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; a refusal is its text and exit code 1, never a traceback."""
+    try:
+        app()
+    except WaybillError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,31 @@
+"""waybill inspect: what a checkpoint is, from headers and config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from waybill.cli.render import size, write_json, write_problems, write_table
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and safetensors files.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show what a checkpoint is: model, sizes, shards, ties, legal TP sizes, problems. Reads headers only.
+
+    Example: waybill inspect ./Qwen3-0.6B
+    """
+    from waybill.checkpoint import read_checkpoint
+    from waybill.overview import describe
+
+    report = describe(read_checkpoint(checkpoint))
+    if as_json:
+        write_json(report.as_dict())
+    else:
+        write_table(report.rows(size))
+        write_problems(report.problems, report.notices)
+    if report.problems:
+        raise typer.Exit(1)

@@ -1,0 +1,109 @@
+"""What is particular about each supported architecture: the one place that knows them by name.
+
+`defaults` are the values transformers' config class assumes when config.json omits a field (it writes nested
+configs as differences); a test compares them with the installed classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One row: the switches in which decoder layers differ, and the defaults of omitted fields."""
+
+    name: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    qk_norm: bool = False
+    """Per-head RMS norms on q and k, before the rotary embedding."""
+    qkv_bias: bool | None = None
+    """Fixed by the architecture, or None: the config's attention_bias decides, for q, k, v and o alike."""
+    mlp_bias: bool = False
+    """Whether the config field mlp_bias exists."""
+    moe: bool = False
+    sliding_window: bool = False
+    """Whether the config class knows sliding windows (older files of others carry the keys without meaning)."""
+
+
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_QWEN = _COMMON | {
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_QWEN_DENSE = _QWEN | {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture(
+            name="LlamaForCausalLM",
+            model_type="llama",
+            mlp_bias=True,
+            defaults=_COMMON
+            | {
+                "vocab_size": 32000,
+                "hidden_size": 4096,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "max_position_embeddings": 2048,
+                "attention_bias": False,
+                "mlp_bias": False,
+            },
+        ),
+        Architecture(
+            name="Qwen2ForCausalLM",
+            model_type="qwen2",
+            qkv_bias=True,
+            sliding_window=True,
+            defaults=_QWEN_DENSE,
+        ),
+        Architecture(
+            name="Qwen3ForCausalLM",
+            model_type="qwen3",
+            qk_norm=True,
+            sliding_window=True,
+            defaults=_QWEN_DENSE | {"head_dim": 128, "attention_bias": False},
+        ),
+        Architecture(
+            name="Qwen3MoeForCausalLM",
+            model_type="qwen3_moe",
+            qk_norm=True,
+            moe=True,
+            sliding_window=True,
+            defaults=_QWEN
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "decoder_sparse_step": 1,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+                "mlp_only_layers": (),
+            },
+        ),
+    )
+}
+BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES.values()}

@@ -1,0 +1,95 @@
+"""Typed reading of a JSON object: every wrong field is collected, so that all are reported together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from waybill.errors import BadConfig, ConfigConflict, WaybillError
+
+LARGEST_INT = 1 << 31
+"""No size in a real config comes near; anything above is an attack or a typo."""
+
+
+class Fields:
+    """Reads fields of `raw`, falling back to `defaults`; null counts as absent. Problems are appended, not raised."""
+
+    def __init__(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[WaybillError], where: str
+    ) -> None:
+        self.raw = raw
+        self.defaults = defaults
+        self.problems = problems
+        self.where = where
+
+    def stated(self, key: str) -> bool:
+        """Whether the file itself gives the field a value."""
+        return self.raw.get(key) is not None
+
+    def integer(self, key: str, *, low: int = 1, alias: str | None = None) -> int:
+        """An int in [low, 2**31); `alias` is another name for the same fact, refused when the two disagree."""
+        value = self._value(key, alias)
+        expected = f"an integer of at least {low}"
+        return int(self._check(key, value, lambda v: type(v) is int and low <= v < LARGEST_INT, low, expected))
+
+    def number(self, key: str) -> float:
+        """A positive finite float."""
+        value = self._check(
+            key,
+            self._value(key),
+            lambda v: type(v) in (int, float) and 0 < v < math.inf,
+            1.0,
+            "a positive number",
+        )
+        return float(value)
+
+    def boolean(self, key: str) -> bool:
+        """True or false; absent without a default is false."""
+        value = self._value(key)
+        return bool(self._check(key, False if value is None else value, lambda v: type(v) is bool, False, "a boolean"))
+
+    def text(self, key: str) -> str:
+        """A string."""
+        return str(self._check(key, self._value(key), lambda v: type(v) is str, "", "a string"))
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of layer numbers."""
+        value = self._value(key)
+        value = self._check(
+            key,
+            () if value is None else value,
+            lambda v: isinstance(v, (list, tuple)) and all(type(i) is int and 0 <= i < LARGEST_INT for i in v),
+            (),
+            "a list of layer numbers",
+        )
+        return tuple(value)
+
+    def _value(self, key: str, alias: str | None = None) -> Any:
+        stated = {k: self.raw[k] for k in (key, alias) if k is not None and self.raw.get(k) is not None}
+        if len(stated) == 2 and len({str(v) for v in stated.values()}) == 2:
+            self.problems.append(
+                ConfigConflict(
+                    f"{key} and {alias} disagree",
+                    where=self.where,
+                    expected="one number",
+                    found=", ".join(f"{k}: {v}" for k, v in stated.items()),
+                    fix=f"keep the one that matches the weights, remove the other from {self.where}",
+                )
+            )
+        return next(iter(stated.values()), self.defaults.get(key))
+
+    def _check(self, key: str, value: Any, good: Any, fallback: Any, expected: str) -> Any:
+        if good(value):
+            return value
+        absent = value is None
+        self.problems.append(
+            BadConfig(
+                f"{key} is missing" if absent else f"{key} is not {expected}",
+                where=f"{self.where}: {key}",
+                expected=expected,
+                found="no such field" if absent else repr(value)[:120],
+                fix=f"state {key} in {self.where} as its producer published it",
+            )
+        )
+        return fallback

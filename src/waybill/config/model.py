@@ -1,0 +1,261 @@
+"""ModelConfig: the fields a decoder needs, from any of the shapes config.json comes in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Self
+
+from waybill.config.architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
+from waybill.config.fields import Fields
+from waybill.config.rope import RotaryConfig, read_rotary
+from waybill.errors import (
+    BadConfig,
+    Refused,
+    UnsupportedArchitecture,
+    UnsupportedFeature,
+    UnsupportedQuantization,
+    WaybillError,
+)
+
+DTYPE_TAGS = {
+    "float32": "F32", "f32": "F32", "fp32": "F32", "float": "F32",
+    "float16": "F16", "f16": "F16", "fp16": "F16", "half": "F16",
+    "bfloat16": "BF16", "bf16": "BF16",
+}  # fmt: skip
+"""Spellings of the float dtypes a model can run in, and the safetensors tag of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The fields of a Hugging Face config that shape the model, each with one meaning."""
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rotary_config: RotaryConfig
+    hidden_act: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    model_type: str
+    architectures: list[str]
+    dtype: str | None = None
+    """The safetensors tag of the dtype config.json states, if it does."""
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+    extra_layers: int = 0
+    """Multi-token-prediction layers stored after the last decoder layer (num_nextn_predict_layers)."""
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer routes to experts."""
+        return self.num_experts > 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether this layer's feed-forward network is a bank of experts."""
+        return self.is_moe and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def kv_cache_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values one position adds over all layers, before any split across ranks."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def parallel_obstacles(self, tp: int) -> list[str]:
+        """Why the model cannot be cut into `tp` ranks; empty when it can. Vocabulary never is one: it pads."""
+        sizes = {"num_attention_heads": self.num_qo_heads}
+        if any(not self.is_moe_layer(layer) for layer in range(self.num_layers)):
+            sizes["intermediate_size"] = self.intermediate_size
+        if self.is_moe:
+            sizes["moe_intermediate_size"] = self.moe_intermediate_size
+        obstacles = [f"{name} {size} is not divisible by {tp}" for name, size in sizes.items() if size % tp]
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            obstacles.append(f"num_key_value_heads {self.num_kv_heads} neither divides {tp} nor is divided by it")
+        return obstacles
+
+    def legal_tp_sizes(self) -> tuple[int, ...]:
+        """Every number of ranks this model can be cut into."""
+        return tuple(tp for tp in range(1, self.num_qo_heads + 1) if not self.parallel_obstacles(tp))
+
+    @classmethod
+    def from_hf(cls, config: Any) -> Self:
+        """From a transformers config object, or the dict of a config.json.
+
+        Raises:
+            Refused: with every missing, wrong, contradictory or unsupported field.
+        """
+        raw = config if isinstance(config, Mapping) else _as_dict(config)
+        model, problems, notices = read_model_config(raw)
+        if model is None or problems:
+            raise Refused(problems)
+        for notice in notices:
+            warnings.warn(notice, stacklevel=2)
+        return cls(**{name: getattr(model, name) for name in cls.__dataclass_fields__})
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dict(config.to_dict()) if hasattr(config, "to_dict") else dict(vars(config))
+
+
+def read_model_config(
+    config: Mapping[str, Any], where: str = "config.json"
+) -> tuple[ModelConfig | None, list[WaybillError], list[str]]:
+    """The config, every problem, and what is worth a line. The config is None when the architecture is unknown."""
+    problems: list[WaybillError] = []
+    notices: list[str] = []
+    raw = _text_config(config, notices, where)
+    architecture = _architecture(raw, where, problems)
+    if architecture is None:
+        return None, problems, notices
+    _refuse_quantization(raw, where, problems)
+    fields = Fields(raw, architecture.defaults, problems, where)
+    model = _build(fields, architecture, notices)
+    _refuse_features(model, fields, architecture)
+    return model, problems, notices
+
+
+def _text_config(config: Mapping[str, Any], notices: list[str], where: str) -> dict[str, Any]:
+    """Flatten a nested text_config: its values win, and a disagreement with the outer level is said."""
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return dict(config)
+    outer = {k: v for k, v in config.items() if k != "text_config"}
+    for key in ("tie_word_embeddings", "vocab_size", "hidden_size", "rope_theta"):
+        if key in nested and key in outer and nested[key] != outer[key]:
+            notices.append(
+                f"{where}: text_config.{key} is {nested[key]!r}, top level {outer[key]!r}; text_config is followed"
+            )
+    return outer | dict(nested) | {"architectures": config.get("architectures")}
+
+
+def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> Architecture | None:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if name is None and (row := BY_MODEL_TYPE.get(str(raw.get("model_type")))):
+        return row
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    near = get_close_matches(str(name), ARCHITECTURES, n=1)
+    problems.append(
+        UnsupportedArchitecture(
+            "unknown architecture",
+            where=f"{where}: architectures",
+            expected=" | ".join(ARCHITECTURES),
+            found=f"{name or 'none stated'} (model_type {raw.get('model_type')!r})"[:160],
+            fix=f"did the config mean {near[0]}?" if near else "use a checkpoint of a supported architecture",
+        )
+    )
+    return None
+
+
+def _refuse_quantization(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> None:
+    block = raw.get("quantization_config") or raw.get("component_quantization")
+    if block:
+        method = block.get("quant_method") if isinstance(block, Mapping) else None
+        problems.append(
+            UnsupportedQuantization(
+                "the checkpoint is quantized",
+                where=f"{where}: quantization_config",
+                expected="float weights",
+                found=f"quant_method {method!r}",
+                fix="use the float checkpoint this one was made from",
+            )
+        )
+
+
+def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> ModelConfig:
+    heads = fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    # An explicit head_dim wins; otherwise the class default; otherwise the heads share the hidden size.
+    has_head_dim = fields.stated("head_dim") or "head_dim" in architecture.defaults
+    head_dim = fields.integer("head_dim") if has_head_dim else max(hidden // heads, 1)
+    has_kv_heads = fields.stated("num_key_value_heads") or "num_key_value_heads" in architecture.defaults
+    config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
+    moe = architecture.moe
+    return ModelConfig(
+        num_layers=fields.integer("num_hidden_layers"),
+        num_qo_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads") if has_kv_heads else heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        vocab_size=fields.integer("vocab_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rotary_config=read_rotary(fields, head_dim, notices),
+        hidden_act=fields.text("hidden_act"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        attention_bias=config_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        model_type=architecture.model_type,
+        architectures=[architecture.name],
+        dtype=_dtype(fields.raw),
+        attention_output_bias=config_bias,
+        mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias"),
+        qk_norm=architecture.qk_norm,
+        num_experts=fields.integer("num_experts", low=0, alias="num_local_experts") if moe else 0,
+        num_experts_per_tok=fields.integer("num_experts_per_tok") if moe else 0,
+        moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
+        norm_topk_prob=moe and fields.boolean("norm_topk_prob"),
+        mlp_only_layers=fields.integers("mlp_only_layers") if moe else (),
+        decoder_sparse_step=fields.integer("decoder_sparse_step") if moe else 1,
+        extra_layers=fields.integer("num_nextn_predict_layers", low=0)
+        if fields.stated("num_nextn_predict_layers")
+        else 0,
+    )
+
+
+def _dtype(raw: Mapping[str, Any]) -> str | None:
+    stated = str(raw.get("dtype") or raw.get("torch_dtype") or "")
+    return DTYPE_TAGS.get(stated.removeprefix("torch."))
+
+
+def _refuse_features(model: ModelConfig, fields: Fields, architecture: Architecture) -> None:
+    def refuse(kind: type[WaybillError], key: str, expected: str, found: str) -> None:
+        fields.problems.append(
+            kind(
+                f"{key} {found} is not supported" if kind is UnsupportedFeature else f"{key} cannot be right",
+                where=f"{fields.where}: {key}",
+                expected=expected,
+                found=found,
+                fix="check the field against the model's published config",
+            )
+        )
+
+    if model.hidden_act != "silu":
+        refuse(UnsupportedFeature, "hidden_act", "silu", repr(model.hidden_act))
+    if model.num_qo_heads % model.num_kv_heads:
+        found = f"{model.num_qo_heads} query heads, {model.num_kv_heads} key-value heads"
+        refuse(BadConfig, "num_key_value_heads", "a divisor of num_attention_heads", found)
+    if model.head_dim % 2:
+        refuse(BadConfig, "head_dim", "an even number", str(model.head_dim))
+    if 0 < model.num_experts < model.num_experts_per_tok:
+        found = f"{model.num_experts_per_tok} of {model.num_experts} experts"
+        refuse(BadConfig, "num_experts_per_tok", "at most num_experts", found)
+    if architecture.sliding_window and _slides(fields, 0 if architecture.moe else model.num_layers):
+        refuse(
+            UnsupportedFeature,
+            "sliding_window",
+            "full attention in every layer",
+            str(fields.raw.get("sliding_window")),
+        )
+
+
+def _slides(fields: Fields, full_layers: int) -> bool:
+    """Whether any layer sees a window only; the first max_window_layers may not, in models that have that many."""
+    kinds = fields.raw.get("layer_types")
+    if isinstance(kinds, list):
+        return any(kind != "full_attention" for kind in kinds)
+    if not fields.boolean("use_sliding_window") or not fields.stated("sliding_window"):
+        return False
+    return full_layers == 0 or fields.integer("max_window_layers", low=0) < full_layers

@@ -1,0 +1,1 @@
+"""Layers: small objects that hold tensors under the names of their attributes, and compute."""

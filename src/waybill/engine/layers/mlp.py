@@ -1,0 +1,71 @@
+"""Feed-forward networks: SwiGLU (arXiv 2002.05202), dense or as a bank of routed experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from waybill.engine.distributed import all_reduce
+from waybill.engine.layers.base import BaseOP, Parameters
+from waybill.engine.layers.linear import Linear, RowParallelLinear
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, the halves of the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class GatedMLP(BaseOP):
+    """down(silu(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, parameters: Parameters, path: str) -> None:
+        self.gate_up_proj = Linear(parameters, f"{path}.gate_up_proj")
+        self.down_proj = RowParallelLinear(parameters, f"{path}.down_proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+
+
+class Experts(BaseOP):
+    """The experts' weights as banks: gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, I cut across ranks."""
+
+    def __init__(self, parameters: Parameters, path: str) -> None:
+        self.gate_up_proj = parameters.empty(f"{path}.gate_up_proj")
+        self.down_proj = parameters.empty(f"{path}.down_proj")
+
+    def forward(self, x_TH: torch.Tensor, weights_TS: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
+        """Σ over a token's S chosen experts of weight · expert(x); each expert that was chosen runs once."""
+        out_TH = torch.zeros_like(x_TH)
+        slots = chosen_TS.shape[1]
+        order = chosen_TS.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_TS.flatten(), minlength=self.gate_up_proj.shape[0]).tolist()
+        at = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            picks = order[at : at + count]
+            at += count
+            tokens = picks // slots
+            hidden = silu_and_mul(F.linear(x_TH[tokens], self.gate_up_proj[expert]))
+            y = F.linear(hidden, self.down_proj[expert]) * weights_TS.flatten()[picks, None]
+            out_TH.index_add_(0, tokens, y)
+        return all_reduce(out_TH)
+
+
+class MoEMLP(BaseOP):
+    """A router picks a few experts for each token; the router is replicated on every rank."""
+
+    def __init__(self, parameters: Parameters, path: str) -> None:
+        self.gate = Linear(parameters, f"{path}.gate")
+        self.experts = Experts(parameters, f"{path}.experts")
+        self._slots = parameters.config.num_experts_per_tok
+        self._normalize = parameters.config.norm_topk_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. Probabilities are taken in float32 over all experts, then the best are kept."""
+        weights, chosen = self.gate.forward(x).softmax(dim=-1, dtype=torch.float32).topk(self._slots, dim=-1)
+        if self._normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts.forward(x, weights.to(x.dtype), chosen)

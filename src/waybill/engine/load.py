@@ -1,0 +1,155 @@
+"""Weights into the engine: plan, stream straight into torch tensors, bind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from waybill.api import plan
+from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
+from waybill.engine.blueprint import EMBEDDING
+from waybill.engine.distributed import all_agree, get_tp_info
+from waybill.engine.layers.rotary import set_rope_device
+from waybill.engine.models.decoder import CausalLM
+from waybill.engine.models.register import create_model
+from waybill.errors import DeviceUnavailable
+from waybill.plan import Binding, Plan
+from waybill.plan.stream import equals, stream
+from waybill.weights.dtypes import Array
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Progress = Callable[[int], None]
+"""Told the bytes that just reached their place."""
+
+
+@contextmanager
+def torch_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the default of tensors created inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@functools.lru_cache(maxsize=16)
+def _config_of(path: str, _mtime_ns: int) -> dict[str, Any]:
+    return dict(read_checkpoint(path).config)
+
+
+def cached_load_hf_config(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder; read again only when the file changes."""
+    file = Path(path) / "config.json"
+    return _config_of(str(path), file.stat().st_mtime_ns if file.exists() else 0)
+
+
+def download_hf_weight(model: str) -> Path:
+    """The folder of a checkpoint: a local one as it is, a Hugging Face id through the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+
+
+def load_weight(path: str | Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of this rank, merged and sharded, as soon as its last piece has been read.
+
+    Host peak: what the caller keeps, plus what is read ahead (256 MiB, or one parameter).
+
+    Raises:
+        Refused: the plan does not add up; nothing was read.
+    """
+    bill = _plan(path, None)
+    with RangeReader(bill.checkpoint) as reader:
+        yield from _tensors(bill.bindings, reader, device)
+
+
+def load_model(
+    path: Checkpoint | str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    check_finite: bool = False,
+    bill: Plan | None = None,
+    progress: Progress = lambda _: None,
+) -> CausalLM:
+    """Load this rank's share of a checkpoint; see `waybill.load`. `bill` saves planning twice."""
+    place = _device(device)
+    bill = bill or _plan(path, dtype)
+    bill.require_clean()
+    config = bill.config
+    if config is None:  # a plan without problems has one
+        raise TypeError("a clean plan without a config")
+    set_rope_device(place)
+    with torch.device("meta"), torch_dtype(TORCH_DTYPES[bill.dtype]):
+        model = create_model(config)
+    with RangeReader(bill.checkpoint) as reader:
+        own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
+        state = dict(_tensors(own, reader, place, check_finite=check_finite, progress=progress))
+        model.load_state_dict(state)
+        for head in (binding for binding in bill.bindings if binding.tied_to is not None):
+            _settle_tie(model, head, state[EMBEDDING], reader, place)
+    return model
+
+
+def _plan(path: Checkpoint | str | Path, dtype: str | None) -> Plan:
+    tp = get_tp_info()
+    bill = plan(path, tp=tp.size, rank=tp.rank, dtype=dtype)
+    bill.require_clean()
+    return bill
+
+
+def _tensors(
+    bindings: tuple[Binding, ...],
+    reader: RangeReader,
+    device: torch.device,
+    *,
+    check_finite: bool = False,
+    progress: Progress = lambda _: None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    made: dict[str, torch.Tensor] = {}
+
+    def allocate(binding: Binding) -> Array:
+        tensor = torch.empty(binding.shape, dtype=TORCH_DTYPES[binding.dtype])
+        made[binding.target] = tensor
+        return _bytes_of(tensor)
+
+    for binding, _ in stream(bindings, reader, allocate, check_finite=check_finite, progress=progress):
+        yield binding.target, made.pop(binding.target).to(device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Array:
+    """The memory of a contiguous host tensor."""
+    array: Array = tensor.view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _settle_tie(model: CausalLM, head: Binding, table: torch.Tensor, reader: RangeReader, device: torch.device) -> None:
+    """A head is stored though the config ties it: share the embedding if the bytes agree on every rank."""
+    if all_agree(equals(head, reader, _bytes_of(table.cpu())), device):
+        return
+    (_, weight), *_ = _tensors((head,), reader, device)
+    model.lm_head.untie(weight)
+
+
+def _device(name: str) -> torch.device:
+    tp = get_tp_info()
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise DeviceUnavailable(
+                "the device is not on this machine",
+                where="--device",
+                expected="cpu",
+                found=name,
+                fix="use --device cpu, or install a CUDA build of torch on a machine with a GPU",
+            )
+        return torch.device(f"cuda:{tp.rank % torch.cuda.device_count()}" if name == "cuda" else name)
+    return torch.device(name)

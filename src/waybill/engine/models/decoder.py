@@ -1,0 +1,84 @@
+"""The decoder that Llama, Qwen2, Qwen3 and Qwen3-MoE share; the config says in which switches they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from waybill.config import ModelConfig
+from waybill.engine.blueprint import EMBEDDING, HEAD
+from waybill.engine.context import get_global_ctx
+from waybill.engine.distributed import TPInfo, all_agree
+from waybill.engine.layers.attention import RopeAttention
+from waybill.engine.layers.base import BaseOP, OPList, Parameters
+from waybill.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from waybill.engine.layers.mlp import GatedMLP, MoEMLP
+from waybill.engine.layers.norm import RMSNorm
+from waybill.engine.layers.rotary import Rotary
+from waybill.errors import Refused
+
+
+class DecoderLayer(BaseOP):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, parameters: Parameters, layer: int) -> None:
+        path = f"model.layers.{layer}"
+        self.input_layernorm = RMSNorm(parameters, f"{path}.input_layernorm")
+        self.self_attn = RopeAttention(parameters, f"{path}.self_attn", layer)
+        self.post_attention_layernorm = RMSNorm(parameters, f"{path}.post_attention_layernorm")
+        moe = parameters.config.is_moe_layer(layer)
+        self.mlp = (MoEMLP if moe else GatedMLP)(parameters, f"{path}.mlp")
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        x = x + self.self_attn.forward(self.input_layernorm.forward(x), angles)
+        return x + self.mlp.forward(self.post_attention_layernorm.forward(x))
+
+
+class DecoderModel(BaseOP):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        config = parameters.config
+        self.embed_tokens = VocabParallelEmbedding(parameters)
+        self.layers = OPList([DecoderLayer(parameters, layer) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(parameters, "model.norm")
+        self._rotary = Rotary(config.rotary_config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden]."""
+        x = self.embed_tokens.forward(ids)
+        angles = self._rotary.angles(get_global_ctx().batch.positions, x.dtype)
+        for layer in self.layers.op_list:
+            x = layer.forward(x, angles)
+        return self.norm.forward(x)
+
+
+class CausalLM(BaseOP):
+    """A decoder with an output head."""
+
+    def __init__(self, config: ModelConfig, tp: TPInfo) -> None:
+        parameters = Parameters(config, tp)
+        self.config = config
+        self.model = DecoderModel(parameters)
+        self.lm_head = ParallelLMHead(parameters, self.model.embed_tokens)
+
+    def forward(self) -> torch.Tensor:
+        """Logits `[B, vocab]` of each request's last position; the batch comes from the global context."""
+        return self.lm_head.forward(self.model.forward(get_global_ctx().batch.input_ids))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As every layer does; a head stored for a tied model is dropped when equal, honoured when not."""
+        head, table = state.get(HEAD), state.get(EMBEDDING)
+        if not self.lm_head.is_tied or head is None or table is None:
+            super().load_state_dict(state)
+        elif all_agree(head.shape == table.shape and torch.equal(head, table), head.device):
+            super().load_state_dict({name: tensor for name, tensor in state.items() if name != HEAD})
+        else:
+            self.lm_head.untie(torch.empty_like(self.model.embed_tokens.weight))
+            try:
+                super().load_state_dict(state)
+            except Refused:
+                self.lm_head.weight = None
+                raise

@@ -1,0 +1,70 @@
+"""Choosing the next token: greedy, or sampled after temperature, top-k and top-p, in that order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from waybill.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 is greedy. top_k 0 and top_p 1 keep everything. A seed makes a run repeatable."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} {getattr(self, name)}"
+            for name, good in (
+                ("temperature", 0 <= self.temperature < float("inf")),
+                ("top_k", self.top_k >= 0),
+                ("top_p", 0 < self.top_p <= 1),
+            )
+            if not good
+        ]
+        if wrong:
+            raise BadRequest(
+                "sampling options are out of range",
+                expected="temperature ≥ 0, top-k ≥ 0, 0 < top-p ≤ 1",
+                found=", ".join(wrong),
+                fix="choose values in range",
+            )
+
+
+class Sampler:
+    """Draws tokens; holds the random generator, so that one seed governs a whole generation."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is not None:
+            self._generator.manual_seed(sampling.seed)
+        elif sampling.temperature > 0:
+            self._generator.seed()
+
+    def __call__(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """[B, V] -> [B] token ids, on the CPU."""
+        options = self._sampling
+        if options.temperature == 0:
+            return logits_BV.argmax(dim=-1).cpu()
+        scores = logits_BV.float().cpu() / options.temperature
+        if 0 < options.top_k < scores.shape[-1]:
+            least = scores.topk(options.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        probabilities = scores.softmax(dim=-1)
+        if options.top_p < 1:
+            probabilities = _nucleus(probabilities, options.top_p)
+        return torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of tokens whose mass reaches top_p (arXiv 1904.09751); the likeliest always stays."""
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))

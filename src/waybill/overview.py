@@ -1,0 +1,140 @@
+"""What `inspect` reports: a checkpoint in a few lines, from headers and config alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from waybill.api import plan
+from waybill.checkpoint import Checkpoint
+from waybill.checkpoint.header import DTYPE_BITS
+from waybill.config import ModelConfig
+from waybill.engine.blueprint import HEAD
+from waybill.errors import WaybillError
+
+Size = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What headers and config say about a checkpoint."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig | None
+    tie: str
+    dtype: str
+    problems: tuple[WaybillError, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Stored elements."""
+        return sum(t.nbytes * 8 // DTYPE_BITS[t.dtype] for t in self.checkpoint.tensors.values())
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Stored bytes of each dtype, the most first."""
+        total: Counter[str] = Counter()
+        for tensor in self.checkpoint.tensors.values():
+            total[tensor.dtype] += tensor.nbytes
+        return dict(total.most_common())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        config = self.config
+        shards = [{"name": s.name, "bytes": s.size, "tensors": s.tensors} for s in self.checkpoint.shards]
+        report: dict[str, Any] = {
+            "path": str(self.checkpoint.root),
+            "architecture": config.architectures[0] if config else None,
+            "parameters": self.parameters,
+            "bytes": self.checkpoint.nbytes,
+            "bytes_by_dtype": self.bytes_by_dtype,
+            "tensors": len(self.checkpoint.tensors),
+            "shards": shards,
+            "tie": self.tie,
+        }
+        if config:
+            rotary = config.rotary_config
+            report |= {
+                "model_type": config.model_type,
+                "num_layers": config.num_layers,
+                "num_qo_heads": config.num_qo_heads,
+                "num_kv_heads": config.num_kv_heads,
+                "head_dim": config.head_dim,
+                "hidden_size": config.hidden_size,
+                "intermediate_size": config.intermediate_size,
+                "vocab_size": config.vocab_size,
+                "num_experts": config.num_experts,
+                "num_experts_per_tok": config.num_experts_per_tok,
+                "moe_intermediate_size": config.moe_intermediate_size,
+                "max_position_embeddings": rotary.max_position,
+                "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
+                "dtype": self.dtype,
+                "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[self.dtype] // 8),
+                "legal_tp": list(config.legal_tp_sizes()),
+            }
+        report["problems"] = [problem.as_dict() for problem in self.problems]
+        report["notices"] = list(self.notices)
+        return report
+
+    def rows(self, size: Size) -> Iterator[tuple[str, str]]:
+        """Label and value, for people."""
+        config, stored = self.config, self.checkpoint
+        if config:
+            yield "architecture", f"{config.architectures[0]}, {config.num_layers} layers"
+            kv = f"{config.num_kv_heads} key-value heads"
+            yield "attention", f"{config.num_qo_heads} query heads, {kv}, head_dim {config.head_dim}"
+            sizes = {"hidden": config.hidden_size, "intermediate": config.intermediate_size, "vocab": config.vocab_size}
+            yield "sizes", _plain(sizes)
+            if config.is_moe:
+                inner = config.moe_intermediate_size
+                yield "experts", f"{config.num_experts}, {config.num_experts_per_tok} a token, intermediate {inner}"
+            rotary = config.rotary_config
+            numbers = {k: v for k, v in (rotary.scaling or {}).items() if k != "rope_type"}
+            scaling = f", {rotary.rope_type} {_plain(numbers)}" if numbers else ""
+            yield "rope", f"base {rotary.base:g}{scaling}, {rotary.max_position} positions"
+        yield (
+            "weights",
+            f"{self.parameters:,} parameters, {size(stored.nbytes)} in {len(stored.tensors)} tensors",
+        )
+        yield "dtypes", ", ".join(f"{dtype} {size(n)}" for dtype, n in self.bytes_by_dtype.items()) or "none"
+        yield (
+            "shards",
+            ", ".join(f"{s.name} ({size(s.size)})" for s in stored.shards[:3])
+            + (f" and {len(stored.shards) - 3} more" if len(stored.shards) > 3 else ""),
+        )
+        yield "head", _TIES[self.tie]
+        if config:
+            per_token = config.kv_cache_bytes_per_token(DTYPE_BITS[self.dtype] // 8)
+            yield "KV cache", f"{per_token:,} bytes a token in {self.dtype}"
+            yield "legal TP", ", ".join(map(str, config.legal_tp_sizes()))
+
+
+def _plain(numbers: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in numbers.items())
+
+
+_TIES = {
+    "shared": "shared with the embedding",
+    "stored": "tied, and stored again: compared with the embedding when loading, shared if equal",
+    "distinct": "its own weights",
+    "absent": "absent, and the config does not tie it to the embedding",
+    "unknown": "unknown",
+}
+
+
+def describe(checkpoint: Checkpoint) -> Report:
+    """Everything `inspect` shows; the problems are those of a plan for one rank."""
+    bill = plan(checkpoint)
+    return Report(checkpoint, bill.config, _tie(checkpoint, bill.config), bill.dtype, bill.problems, bill.notices)
+
+
+def _tie(checkpoint: Checkpoint, config: ModelConfig | None) -> str:
+    if config is None:
+        return "unknown"
+    stored = HEAD in checkpoint.tensors
+    if config.tie_word_embeddings:
+        return "stored" if stored else "shared"
+    return "distinct" if stored else "absent"

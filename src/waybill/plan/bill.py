@@ -1,0 +1,123 @@
+"""The plan itself: one binding per target parameter, totals, what was dropped, and what is wrong. All of it data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from waybill.checkpoint import Checkpoint
+from waybill.checkpoint.header import DTYPE_BITS
+from waybill.config import ModelConfig
+from waybill.errors import Refused, WaybillError
+from waybill.weights import LazyTensor
+
+CHUNK = 8 << 20
+"""Bytes one reader thread handles at a time."""
+THREADS = 4
+"""Reader threads at most: two saturate memory on small machines, a few more hide latency on cold disks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One target parameter: its local shape and dtype, and how its bytes come about."""
+
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[str, ...]
+    operations: tuple[str, ...]
+    bytes_read: int
+    value: LazyTensor
+    tied_to: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the finished parameter."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The waybill of one rank. `bindings` are in the order they will be streamed."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig | None
+    target: str
+    tp: int
+    rank: int
+    dtype: str
+    bindings: tuple[Binding, ...]
+    ignored: Mapping[str, str]
+    problems: tuple[WaybillError, ...]
+    notices: tuple[str, ...]
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes this rank asks the file system for."""
+        return sum(binding.bytes_read for binding in self.bindings)
+
+    @cached_property
+    def result_bytes(self) -> int:
+        """Bytes of the loaded parameters; a tied head that is stored again counts once, with its embedding."""
+        return sum(binding.nbytes for binding in self.bindings if binding.tied_to is None)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most host memory a load holds at once: the result, a stored head should it differ, and scratch."""
+        heads = sum(binding.nbytes for binding in self.bindings if binding.tied_to is not None)
+        staged = heads or any(tile.source.dtype != b.dtype for b in self.bindings for tile in b.value.tiles)
+        return self.result_bytes + heads + (2 * THREADS * CHUNK if staged else 0)
+
+    @cached_property
+    def consumed(self) -> int:
+        """Stored tensors that at least one parameter is made from."""
+        return len({source for binding in self.bindings for source in binding.sources})
+
+    def require_clean(self) -> None:
+        """Raise Refused with every problem, if there is any."""
+        if self.problems:
+            raise Refused(self.problems)
+
+    def summary(self) -> str:
+        """The last line of every load."""
+        total = len(self.checkpoint.tensors)
+        used = {source for binding in self.bindings for source in binding.sources}
+        stored = self.checkpoint.nbytes or 1
+        part = sum(t.nbytes for name, t in self.checkpoint.tensors.items() if name in used) / stored
+        dropped = f", {len(self.ignored)} dropped by rule" if self.ignored else ""
+        unbound = total - len(used) - len(self.ignored)
+        return f"consumed {len(used)} of {total} tensors ({part:.1%} of bytes){dropped}, {unbound} unbound"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "target": self.target,
+            "tp": self.tp,
+            "rank": self.rank,
+            "dtype": self.dtype,
+            "bindings": [
+                {
+                    "target": b.target,
+                    "shape": list(b.shape),
+                    "dtype": b.dtype,
+                    "sources": list(b.sources),
+                    "operations": list(b.operations),
+                    "bytes_read": b.bytes_read,
+                }
+                for b in self.bindings
+            ],
+            "ignored": [{"name": name, "reason": reason} for name, reason in self.ignored.items()],
+            "totals": {
+                "bytes_read": self.bytes_read,
+                "result_bytes": self.result_bytes,
+                "peak_bytes": self.peak_bytes,
+                "tensors": len(self.checkpoint.tensors),
+                "consumed": self.consumed,
+            },
+            "problems": [problem.as_dict() for problem in self.problems],
+            "notices": list(self.notices),
+            "summary": self.summary(),
+        }

@@ -1,0 +1,304 @@
+"""Everything that does not add up between what is stored and what the target needs, in words one can act on.
+
+Problems of one form are one problem: a layer count that is off by one is a sentence, not ninety.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+
+from waybill.checkpoint import Checkpoint, TensorHeader
+from waybill.config import ModelConfig
+from waybill.errors import (
+    DtypeMismatch,
+    ExpertMismatch,
+    IncompleteMerge,
+    MissingHead,
+    MissingWeight,
+    PrefixDrift,
+    ShapeMismatch,
+    UnclaimedWeight,
+    UnsupportedQuantization,
+    VocabMismatch,
+    WaybillError,
+)
+from waybill.plan.parameter import ParameterSpec, Part
+from waybill.rules import RuleTable
+from waybill.rules.template import lift
+from waybill.weights import WeightRecord
+
+FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
+PACKED_ENDINGS = (
+    "qweight", "qzeros", "g_idx", "scales", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point",
+    "weight_shape", "_blocks", "_scales", "absmax", "quant_map",
+)  # fmt: skip
+"""How the names of packed weights end, whichever tool wrote them."""
+
+Slots = Mapping[tuple[int, int], WeightRecord]
+
+
+def everything(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    specs: Sequence[ParameterSpec],
+    slots: Mapping[str, Slots],
+    rules: RuleTable,
+) -> list[WaybillError]:
+    """Compare what is stored with what is needed; an empty list means every binding can be made."""
+    if packed := [name for name in checkpoint.tensors if name.endswith(PACKED_ENDINGS)]:
+        return [_packed(packed)]
+    known = {spec.name: spec for spec in specs}
+    left_over = [slot for name, place in slots.items() if name not in known for slot in place.values()]
+    missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
+    if left_over and missing and (drift := _drift(left_over, specs, rules)):
+        return [drift]
+    problems: list[WaybillError] = list(_missing(missing, config, rules))
+    for spec in specs:
+        if spec.name in slots:
+            problems += _members(spec, slots[spec.name], checkpoint, rules)
+            problems += _pieces(spec, slots[spec.name], checkpoint)
+    problems += _experts([spec for spec in specs if spec.stack and spec.name in slots], slots, checkpoint)
+    problems += _unclaimed(left_over, config, specs, rules)
+    return problems
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _packed(names: list[str]) -> WaybillError:
+    return UnsupportedQuantization(
+        "the checkpoint holds packed weights, and config.json has no quantization_config",
+        where=_some(names),
+        expected="float weights",
+        found=f"{len(names)} tensors of packed weights",
+        fix="use the float checkpoint; packed integers are never read as float weights",
+    )
+
+
+def _drift(left_over: list[WeightRecord], specs: Sequence[ParameterSpec], rules: RuleTable) -> WaybillError | None:
+    """Whether one prefix, added or removed, would make every left-over name known."""
+    known = {lift(source)[0] for spec in specs for source in rules.sources_of(spec.name)}
+    names = [record.source_name for record in left_over]
+    first = lift(names[0])[0]
+    segments = first.split(".")
+    for count in range(1, min(len(segments), 4)):
+        prefix = ".".join(segments[:count]) + "."
+        if all(lift(name)[0].removeprefix(prefix) in known for name in names):
+            return _prefix(f"every name starts with {prefix!r}", names[0], names[0].removeprefix(prefix))
+    for key in known:
+        if key.endswith("." + first):
+            prefix = key.removesuffix(first)
+            if all(prefix + lift(name)[0] in known for name in names):
+                return _prefix(f"every name lacks {prefix!r}", names[0], prefix + names[0])
+    return None
+
+
+def _prefix(found: str, example: str, name: str) -> PrefixDrift:
+    return PrefixDrift(
+        "the tensor names do not fit the architecture",
+        where=example,
+        expected=name,
+        found=found,
+        fix="rename the tensors, or use the checkpoint of the architecture the config names",
+    )
+
+
+def _layer_of(name: str) -> tuple[str, int] | None:
+    """`model.layers.7.mlp…` -> ("model.layers", 7)."""
+    segments = name.split(".")
+    for at, segment in enumerate(segments):
+        if segment.isdecimal():
+            return ".".join(segments[:at]), int(segment)
+    return None
+
+
+def _missing(missing: list[ParameterSpec], config: ModelConfig, rules: RuleTable) -> Iterator[WaybillError]:
+    """Whole layers first, then parameters by form."""
+    by_layer: dict[tuple[str, int] | None, list[ParameterSpec]] = defaultdict(list)
+    for spec in missing:
+        by_layer[_layer_of(spec.name)].append(spec)
+    most = max((len(group) for layer, group in by_layer.items() if layer), default=0)
+    whole = {layer for layer, group in by_layer.items() if layer and len(group) == most and most > 4}
+    for path, layers in groupby(sorted(whole), key=lambda layer: layer[0]):
+        numbers = [number for _, number in layers]
+        yield MissingWeight(
+            f"{len(numbers)} layer{'s have' if len(numbers) > 1 else ' has'} no weights",
+            where=_some([f"{path}.{number}" for number in numbers]),
+            expected=f"layers 0 to {config.num_layers - 1}: num_hidden_layers is {config.num_layers}",
+            found="no tensor of that layer in any shard",
+            fix="correct num_hidden_layers, or download the shards that hold the layer",
+        )
+    forms: dict[str, list[ParameterSpec]] = defaultdict(list)
+    for spec in missing:
+        if _layer_of(spec.name) not in whole:
+            forms[lift(spec.name)[0]].append(spec)
+    for group in forms.values():
+        yield _missing_form(group, rules)
+
+
+def _missing_form(group: list[ParameterSpec], rules: RuleTable) -> WaybillError:
+    spec = group[0]
+    shape = " + ".join(f"[{', '.join(map(str, part.shape))}]" for part in spec.parts)
+    if spec.kind == "head":
+        return MissingHead(
+            "the config says untied, and the file has no output head",
+            where=spec.name,
+            expected=f"{spec.name} {shape}, or tie_word_embeddings: true",
+            found="an input embedding and no head",
+            fix="set tie_word_embeddings to true if the published model ties them; else download the missing shard",
+        )
+    sources = [source for s in group for source in rules.sources_of(s.name)]
+    return MissingWeight(
+        "a weight is missing" if len(group) == 1 else f"{len(group)} weights of one form are missing",
+        where=_some(sources),
+        expected=f"{shape} ({spec.parts[0].basis})",
+        found="no such tensor in any shard",
+        fix="download the checkpoint again, or correct the config field that asks for this weight",
+    )
+
+
+def _members(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint, rules: RuleTable) -> Iterator[WaybillError]:
+    """Merges of which some members are there, not all. Whole experts are `_experts`' matter."""
+    for stack, held in groupby(sorted(slots), key=lambda slot: slot[0]):
+        have = {member for _, member in held}
+        lost = [m for m in range(len(spec.parts)) if m not in have]
+        if not lost:
+            continue
+        names = rules.sources_of(spec.name, stack)
+        present = [f"{names[m]} in {_file_of(slots[stack, m], checkpoint)}" for m in sorted(have)]
+        yield IncompleteMerge(
+            f"{spec.name} is merged from {len(spec.parts)} weights, and {len(lost)} of them "
+            f"{'is' if len(lost) == 1 else 'are'} missing",
+            where=", ".join(names[m] for m in lost),
+            expected=" + ".join(names),
+            found="; ".join(present),
+            fix="download the shard that holds the missing weight",
+        )
+
+
+def _file_of(record: WeightRecord, checkpoint: Checkpoint) -> str:
+    return checkpoint.tensors[record.source_name].file
+
+
+def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterator[WaybillError]:
+    """Each member's shape and dtype. Experts of one bank share one answer."""
+    seen: set[tuple[object, ...]] = set()
+    for (_, member), record in slots.items():
+        part, value = spec.parts[member], record.storage.value
+        header = checkpoint.tensors[record.source_name]
+        finding = (member, value.shape, value.dtype)
+        if finding in seen:
+            continue
+        seen.add(finding)
+        if value.shape != part.shape:
+            yield _shape(spec, part, value.shape, header)
+        if value.dtype not in FLOAT_DTYPES:
+            yield DtypeMismatch(
+                "a float weight is stored as something else",
+                where=f"{header.name} ({header.file})",
+                expected=" | ".join(FLOAT_DTYPES),
+                found=str(header),
+                fix="use a float checkpoint; integers and 8-bit floats mean nothing without their scales",
+            )
+
+
+def _shape(spec: ParameterSpec, part: Part, found: tuple[int, ...], header: TensorHeader) -> WaybillError:
+    where = f"{header.name} ({header.file})"
+    expected = f"[{', '.join(map(str, part.shape))}] ({part.basis})"
+    shape = f"[{', '.join(map(str, found))}]"
+    if spec.kind in ("embedding", "head") and found[1:] == part.shape[1:]:
+        return VocabMismatch(
+            "the vocabulary in the file is not the one in the config",
+            where=where,
+            expected=expected,
+            found=f"{shape}: {found[0]} rows, vocab_size says {part.shape[0]}",
+            fix=f"set vocab_size to {found[0]} if the tokenizer has that many tokens; nothing is padded or cropped",
+        )
+    return ShapeMismatch(
+        "a weight has another shape than the config implies",
+        where=where,
+        expected=expected,
+        found=shape,
+        fix="correct the config fields named above, or use the weights this config belongs to",
+    )
+
+
+def _experts(
+    banks: Sequence[ParameterSpec], slots: Mapping[str, Slots], checkpoint: Checkpoint
+) -> Iterator[WaybillError]:
+    """Missing and surplus experts, one problem a layer."""
+    for layer, specs in groupby(banks, key=lambda spec: spec.name.rpartition(".")[0]):
+        lost: set[int] = set()
+        surplus: set[int] = set()
+        count = 0
+        files: set[str] = set()
+        for spec in specs:
+            have = {stack for stack, _ in slots[spec.name]}
+            files |= {_file_of(record, checkpoint) for record in slots[spec.name].values()}
+            count = spec.stack
+            lost |= set(range(count)) - have
+            surplus |= have - set(range(count))
+        if lost:
+            yield ExpertMismatch(
+                f"{len(lost)} of {count} experts are missing",
+                where=layer,
+                expected=f"experts 0 to {count - 1}: num_experts is {count}",
+                found=f"no expert {_numbers(lost)}; the others are in {_some(sorted(files))}",
+                fix="download the shard that holds them, or correct num_experts",
+            )
+        if surplus:
+            yield ExpertMismatch(
+                "there are more experts than the config says",
+                where=layer,
+                expected=f"experts 0 to {count - 1}: num_experts is {count}",
+                found=f"also expert {_numbers(surplus)}",
+                fix=f"set num_experts to {max(surplus) + 1} if the model was published with that many",
+            )
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> "0–2, 5"."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def _unclaimed(
+    left_over: list[WeightRecord], config: ModelConfig, specs: Sequence[ParameterSpec], rules: RuleTable
+) -> Iterator[WaybillError]:
+    """Stored tensors without a place, by form, with the nearest names that do have one."""
+    forms: dict[str, list[str]] = defaultdict(list)
+    for record in left_over:
+        if record.source_name not in forms[lift(record.source_name)[0]]:
+            forms[lift(record.source_name)[0]].append(record.source_name)
+    known = {lift(source)[0] for spec in specs for source in rules.sources_of(spec.name)} if forms else set()
+    for form, names in forms.items():
+        layer = _layer_of(names[-1])
+        if form in known and layer and layer[1] >= config.num_layers:
+            found = f"layer {layer[1]}; num_hidden_layers is {config.num_layers}"
+            fix = "correct num_hidden_layers, or remove the tensors of the surplus layers"
+        elif names[0].endswith(".bias"):
+            found = "a bias this model has no slot for"
+            fix = "check attention_bias and mlp_bias in config.json against the published model"
+        else:
+            found = "no rule takes or drops it"
+            fix = "check that config.json belongs to these weights"
+        near = get_close_matches(form, known, n=5, cutoff=0.5)
+        yield UnclaimedWeight(
+            "a tensor has no place in the model"
+            if len(names) == 1
+            else f"{len(names)} tensors of one form have no place in the model",
+            where=_some(names),
+            expected="a name of the architecture; nearest: " + (", ".join(near).replace("#", "{i}") or "none"),
+            found=found,
+            fix=fix,
+        )

@@ -1,0 +1,55 @@
+"""Bills in a few lines: bindings that differ only in their layer become one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from waybill.plan.bill import Binding
+from waybill.rules.template import lift
+
+Size = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a bill: one binding, or the same binding of several layers."""
+
+    binding: Binding
+    name: str
+    count: int
+    bytes_read: int
+
+    def cells(self, size: Size) -> tuple[str, ...]:
+        """The columns: parameter, shape, dtype, sources, operations, bytes read."""
+        b = self.binding
+        times = f"{self.count} × " if self.count > 1 else ""
+        shape = "×".join(map(str, b.shape))
+        return (
+            self.name,
+            shape,
+            b.dtype,
+            f"{times}{len(b.sources)}",
+            "; ".join(b.operations),
+            size(self.bytes_read),
+        )
+
+
+def fold(bindings: Iterable[Binding], full: bool) -> list[Row]:
+    """Rows in streaming order; bindings that differ only in their layer become one, unless `full`."""
+    groups: dict[object, list[Binding]] = {}
+    for binding in bindings:
+        form = (lift(binding.target)[0], binding.shape, binding.operations, len(binding.sources))
+        groups.setdefault(binding.target if full else form, []).append(binding)
+    return [
+        Row(group[0], _folded_name(group), len(group), sum(b.bytes_read for b in group)) for group in groups.values()
+    ]
+
+
+def _folded_name(group: list[Binding]) -> str:
+    key, _ = lift(group[0].target)
+    numbers = sorted(lift(binding.target)[1][0] for binding in group if lift(binding.target)[1])
+    if len(group) == 1:
+        return group[0].target
+    span = f"{numbers[0]}–{numbers[-1]}" if numbers[-1] - numbers[0] + 1 == len(numbers) else f"{len(numbers)} layers"
+    return key.replace("#", f"{{{span}}}", 1)

@@ -1,0 +1,261 @@
+"""Execute a plan: read each needed byte range once, forward through the shards, straight into its place.
+
+Where no arithmetic is needed a range goes from the file into its rows of the result, with nothing in between. Where the
+dtype changes, axes swap or runs are too short to read one by one, a block of at most CHUNK bytes is staged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from waybill.checkpoint import RangeReader
+from waybill.errors import CastOverflow, NonFiniteWeight
+from waybill.plan.bill import CHUNK, THREADS, Binding
+from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
+from waybill.weights.lazy import LazyTensor, Tile
+from waybill.weights.ranges import Layout, layout, read_through, strides
+
+SEGMENTS = 256
+"""Runs one job reads at most, so that many short runs are shared among the threads too."""
+
+Job = Callable[[], int]
+"""Fills a part of one result; returns the result bytes it filled."""
+
+
+def stream(
+    bindings: tuple[Binding, ...],
+    reader: RangeReader,
+    allocate: Callable[[Binding], Array],
+    *,
+    in_flight: int = 256 << 20,
+    check_finite: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[Binding, Array]]:
+    """Yield each binding once, in order, with its bytes in the array that `allocate` gave.
+
+    `allocate` returns an uninitialised uint8 array of `binding.nbytes`. At most `in_flight` result bytes (or one
+    binding, if larger) are being filled ahead of the consumer, plus CHUNK bytes of scratch a thread.
+
+    Raises:
+        FileChanged: a file is not the one the plan was made from.
+        CastOverflow: a finite value is infinite in the target dtype.
+        NonFiniteWeight: `check_finite` was asked for and found NaN or infinity.
+    """
+    waiting: deque[tuple[Binding, Array, list[Future[int]]]] = deque()
+    ahead = 0
+
+    def finish() -> tuple[Binding, Array]:
+        nonlocal ahead
+        binding, result, jobs = waiting.popleft()
+        for job in jobs:
+            progress(job.result())
+        ahead -= binding.nbytes
+        if check_finite and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
+            raise _non_finite(binding)
+        return binding, result
+
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-read") as pool:
+        try:
+            for binding in bindings:
+                while waiting and ahead + binding.nbytes > in_flight:
+                    yield finish()
+                result = allocate(binding)
+                ahead += binding.nbytes
+                waiting.append((binding, result, [pool.submit(job) for job in _jobs(binding, reader, result)]))
+            while waiting:
+                yield finish()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
+    """Whether a stored parameter has exactly the bytes of `reference`, reading no further than the first difference.
+
+    Works through blocks of rows, so that nothing of the parameter's size is allocated.
+    """
+    rows = binding.shape[0]
+    row_bytes = max(binding.nbytes // max(rows, 1), 1)
+    block = max(CHUNK // row_bytes, 1)
+    workers = min(THREADS, os.cpu_count() or 1)
+
+    def same(start: int) -> bool:
+        length = min(block, rows - start)
+        value = binding.value.narrow(0, start, length)
+        scratch = np.empty(length * row_bytes, np.uint8)
+        for job in _jobs(_with(binding, value), reader, scratch):
+            job()
+        return np.array_equal(scratch, reference[start * row_bytes : (start + length) * row_bytes])
+
+    starts = range(0, rows, block)
+    with ThreadPoolExecutor(workers, "waybill-compare") as pool:
+        for at in range(0, len(starts), workers):
+            if not all(list(pool.map(same, starts[at : at + workers]))):
+                return False
+    return True
+
+
+def _with(binding: Binding, value: LazyTensor) -> Binding:
+    return Binding(
+        binding.target,
+        value.shape,
+        binding.dtype,
+        binding.sources,
+        binding.operations,
+        binding.bytes_read,
+        value,
+    )
+
+
+def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
+    """Everything to be done for one binding, in file order."""
+    direct: list[tuple[str, int, int, int]] = []
+    staged: list[Tile] = []
+    covered = 0
+    for tile in binding.value.tiles:
+        covered += math.prod(tile.shape)
+        if tile.source.dtype == binding.dtype and read_through(tile).shape == tile.extent and tile.in_order:
+            direct += _segments(tile, binding)
+        else:
+            staged.append(tile)
+    if covered < math.prod(binding.shape):
+        result[:] = 0  # padding; before any job of this binding starts
+    yield from _direct_jobs(direct, reader, result)
+    for tile in staged:
+        yield from _staged_jobs(tile, binding, reader, result)
+
+
+def _segments(tile: Tile, binding: Binding) -> Iterator[tuple[str, int, int, int]]:
+    """(file, file offset, result offset, bytes) of every contiguous run."""
+    item = NUMPY_DTYPES[binding.dtype].itemsize
+    loops = layout(tile, binding.shape)
+    nbytes = loops.run[0] * item
+    for source, target in loops.runs():
+        yield tile.source.file, tile.source.offset + source * item, target * item, nbytes
+
+
+def _direct_jobs(segments: list[tuple[str, int, int, int]], reader: RangeReader, result: Array) -> Iterator[Job]:
+    """Join runs that touch on both sides, cut long ones, and pack them into jobs of about CHUNK bytes."""
+    view = memoryview(result)  # type: ignore[arg-type]
+    batch: list[tuple[int, memoryview]] = []
+    batch_file, batch_bytes = "", 0
+
+    def job() -> Job:
+        return partial(_read, reader, batch_file, batch, batch_bytes)
+
+    for file, offset, at, nbytes in _joined(sorted(segments)):
+        for done in range(0, nbytes, CHUNK):
+            length = min(CHUNK, nbytes - done)
+            if batch and (file != batch_file or batch_bytes + length > CHUNK or len(batch) == SEGMENTS):
+                yield job()
+                batch, batch_bytes = [], 0
+            batch_file = file
+            batch.append((offset + done, view[at + done : at + done + length]))
+            batch_bytes += length
+    if batch:
+        yield job()
+
+
+def _joined(segments: list[tuple[str, int, int, int]]) -> Iterator[tuple[str, int, int, int]]:
+    held: tuple[str, int, int, int] | None = None
+    for segment in segments:
+        file, offset, at, nbytes = segment
+        if held and held[0] == file and held[1] + held[3] == offset and held[2] + held[3] == at:
+            held = (file, held[1], held[2], held[3] + nbytes)
+            continue
+        if held:
+            yield held
+        held = segment
+    if held:
+        yield held
+
+
+def _read(reader: RangeReader, file: str, segments: list[tuple[int, memoryview]], nbytes: int) -> int:
+    reader.read_into(file, segments)
+    return nbytes
+
+
+def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
+    """Blocks along the first stored axis that is longer than one."""
+    loops = layout(tile, binding.shape)
+    target = NUMPY_DTYPES[binding.dtype]
+    place = np.lib.stride_tricks.as_strided(
+        result.view(target)[loops.target_base :],
+        shape=loops.extent,
+        strides=[stride * target.itemsize for stride in loops.target_strides],
+    )
+    axis = next((a for a, n in enumerate(loops.extent) if n > 1), 0)
+    if not loops.extent:
+        yield partial(_stage, tile, 0, None, binding, reader, place)
+        return
+    row = math.prod(read_through(tile).shape) // loops.extent[axis] if loops.extent[axis] else 1
+    rows = max(CHUNK // max(row * max(target.itemsize, 4), 1), 1)
+    for start in range(0, loops.extent[axis], rows):
+        stop = min(start + rows, loops.extent[axis])
+        yield partial(_stage, tile, axis, (start, stop), binding, reader, place)
+
+
+def _stage(
+    tile: Tile, axis: int, rows: tuple[int, int] | None, binding: Binding, reader: RangeReader, place: Array
+) -> int:
+    """Read a block as it lies, cut away what was read through, cast, and put it in its place."""
+    wide = read_through(tile)
+    start, extent, inner = list(wide.start), list(wide.shape), list(tile.start)
+    index: list[slice] = [slice(None)] * len(extent)
+    if rows is not None:
+        start[axis] = tile.start[axis] + rows[0]
+        inner[axis] = start[axis]
+        extent[axis] = rows[1] - rows[0]
+        index[axis] = slice(*rows)
+    block = _load(tile, tuple(start), tuple(extent), reader)
+    destination = place[tuple(index)]
+    cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True))
+    try:
+        destination[...] = cast(block[cut], destination.dtype)
+    except OverflowError:
+        raise _overflow(tile, binding) from None
+    return destination.size * destination.dtype.itemsize
+
+
+def _load(tile: Tile, start: tuple[int, ...], extent: tuple[int, ...], reader: RangeReader) -> Array:
+    """A box of a stored tensor as an array."""
+    dtype = NUMPY_DTYPES[tile.source.dtype]
+    raw = np.empty(math.prod(extent) * dtype.itemsize, np.uint8)
+    view = memoryview(raw)  # type: ignore[arg-type]
+    source = strides(tile.source.shape)
+    base = sum(i * s for i, s in zip(start, source, strict=True))
+    loops = Layout(extent, source, base, strides(extent), 0)
+    nbytes = loops.run[0] * dtype.itemsize
+    segments = [
+        (tile.source.offset + at * dtype.itemsize, view[to * dtype.itemsize : to * dtype.itemsize + nbytes])
+        for at, to in loops.runs()
+    ]
+    reader.read_into(tile.source.file, segments)
+    return raw.view(dtype).reshape(extent)
+
+
+def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
+    return CastOverflow(
+        f"a value does not fit {binding.dtype}",
+        where=f"{tile.source.name} ({tile.source.file})",
+        expected=f"finite values within the range of {binding.dtype}",
+        found=f"a finite {tile.source.dtype} value that becomes infinite",
+        fix="load in bfloat16 or float32",
+    )
+
+
+def _non_finite(binding: Binding) -> NonFiniteWeight:
+    return NonFiniteWeight(
+        "a weight holds NaN or infinity",
+        where=f"{binding.target}, made from {', '.join(binding.sources[:4])}",
+        expected="finite values",
+        found="NaN or infinity in the stored bytes",
+        fix="download the file again; if it stays so, the published weights are damaged",
+    )

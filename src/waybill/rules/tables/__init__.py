@@ -1,0 +1,1 @@
+"""One table per architecture family: data, not code."""

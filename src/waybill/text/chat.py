@@ -1,0 +1,87 @@
+"""Chat templates: where a checkpoint keeps them, and a bounded place to run them.
+
+A template is a program from a stranger. Jinja's immutable sandbox keeps it from reaching Python; a process of its own
+with limits on memory and processor time keeps it from hanging or swallowing this one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from waybill.checkpoint.jsonfile import read_object
+from waybill.errors import BadTemplate
+
+MAX_TEMPLATE_BYTES = 256 << 10
+TIMEOUT_SECONDS = 20
+"""Wall clock, a few times the worker's own processor limit."""
+
+
+def render_chat(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
+    """The prompt for `messages`, ending where the assistant is to speak.
+
+    Raises:
+        BadTemplate: there is none, it is not a template, it refuses these messages, or it exceeds its bounds.
+    """
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_object(settings_path) if settings_path.exists() else {}
+    job = {
+        "template": _template(folder, settings),
+        "messages": list(messages),
+        "tokens": {key: _token(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")},
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "waybill.text.sandbox"],
+            input=json.dumps(job).encode(),
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _bad(folder, "the template ran for too long", f"more than {TIMEOUT_SECONDS} s") from None
+    if done.returncode != 0:
+        raise _bad(folder, "the template exceeded its bounds", "it was stopped for its use of memory or time")
+    answer: dict[str, str] = json.loads(done.stdout)
+    if "error" in answer:
+        raise _bad(folder, "the template failed", answer["error"])
+    return answer["text"]
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file() and file.stat().st_size <= MAX_TEMPLATE_BYTES:
+        return file.read_text("utf-8", errors="replace")
+    stated = settings.get("chat_template")
+    if isinstance(stated, list):  # several, by name
+        named = {str(t.get("name")): t.get("template") for t in stated if isinstance(t, dict)}
+        stated = named.get("default") or next(iter(named.values()), None)
+    if not isinstance(stated, str):
+        raise _bad(
+            folder,
+            "there is no chat template",
+            "neither chat_template.jinja nor one in tokenizer_config.json",
+        )
+    if len(stated) > MAX_TEMPLATE_BYTES:
+        raise _bad(folder, "the chat template is too large", f"{len(stated):,} characters")
+    return stated
+
+
+def _token(stated: Any) -> str:
+    """Special tokens are strings, or objects that hold one."""
+    content = stated.get("content") if isinstance(stated, dict) else stated
+    return content if isinstance(content, str) else ""
+
+
+def _bad(folder: Path, what: str, found: str) -> BadTemplate:
+    return BadTemplate(
+        what,
+        where=str(folder),
+        expected="a Jinja chat template that renders one user message",
+        found=found,
+        fix="leave out --chat and write the prompt in full, or use the template the model was published with",
+    )

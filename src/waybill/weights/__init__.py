@@ -1,0 +1,6 @@
+"""Logical weights: lazy tensors over stored byte ranges, and the typed records that carry them."""
+
+from waybill.weights.lazy import LazyTensor, Tile, concat, stack, stored
+from waybill.weights.record import FloatWeight, WeightRecord
+
+__all__ = ["FloatWeight", "LazyTensor", "Tile", "WeightRecord", "concat", "stack", "stored"]

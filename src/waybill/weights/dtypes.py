@@ -1,0 +1,40 @@
+"""Numpy's names for safetensors dtypes, and exact or checked casts between float dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The float dtypes a weight may have."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def cast(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Round to nearest even into `dtype`; OverflowError when a finite value becomes infinite."""
+    if values.dtype == dtype:
+        return values
+    if values.dtype == NUMPY_DTYPES["BF16"] and dtype == NUMPY_DTYPES["F32"]:
+        # A bfloat16 is the upper half of a float32: two integer passes, several times faster than the generic cast.
+        return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = values.astype(dtype)
+    if dtype == NUMPY_DTYPES["F16"] and np.isinf(out).any() and not np.array_equal(np.isinf(out), np.isinf(values)):
+        raise OverflowError
+    return out
+
+
+def all_finite(values: Array) -> bool:
+    """Whether no element is NaN or infinite."""
+    if values.dtype == NUMPY_DTYPES["BF16"]:
+        exponent = np.uint16(0x7F80)
+        return not bool(((values.view(np.uint16) & exponent) == exponent).any())
+    return bool(np.isfinite(values).all())

@@ -1,0 +1,154 @@
+"""Lazy tensors: a shape, a dtype, and a mosaic of boxes cut from stored tensors.
+
+Every exact rearrangement (narrow, select, concat, stack, transpose, pad) maps a mosaic to a mosaic, so whatever the
+rules compose, the result still says which stored elements land where. Narrowing drops what lies outside: a
+tensor-parallel rank's lazy tensor refers only to the bytes it needs. Splitting a bank of experts and stacking it again
+gives back boxes that touch, which the reader joins into one range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from waybill.checkpoint.header import DTYPE_BITS, TensorHeader
+
+_T = TypeVar("_T")
+
+
+class Tile(NamedTuple):
+    """A box of one stored tensor, and the box of the result it fills.
+
+    `offset` and `shape` place it in the result. `axes[i]` is the stored axis that result axis i runs along, or None
+    for an axis of length 1 made by stacking; `start` is the corner in the stored tensor. A stored axis that no result
+    axis follows is fixed at its start.
+    """
+
+    source: TensorHeader
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    start: tuple[int, ...]
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The box's lengths along the stored axes."""
+        lengths = [1] * len(self.start)
+        for axis, length in zip(self.axes, self.shape, strict=True):
+            if axis is not None:
+                lengths[axis] = length
+        return tuple(lengths)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the result runs through the stored axes in stored order (no transpose)."""
+        followed = [axis for axis in self.axes if axis is not None]
+        return followed == sorted(followed)
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that exists only as a description. Elements no tile covers are zero."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor once it exists."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def narrow(self, axis: int, start: int, length: int) -> LazyTensor:
+        """Keep `length` positions of `axis` from `start`; tiles outside vanish."""
+        if start == 0 and length == self.shape[axis]:
+            return self
+        if start < 0 or length < 0 or start + length > self.shape[axis]:
+            raise ValueError(f"narrow {start}+{length} of axis {axis} in {self.shape}")
+        kept = []
+        for tile in self.tiles:
+            low = max(tile.offset[axis], start)
+            high = min(tile.offset[axis] + tile.shape[axis], start + length)
+            if low < high:
+                kept.append(_cut(tile, axis, low, high, start))
+        return LazyTensor(self.dtype, _replace(self.shape, axis, length), tuple(kept))
+
+    def select(self, axis: int, index: int) -> LazyTensor:
+        """Take one position of `axis` and drop the axis: the inverse of `stack`."""
+        one = self.narrow(axis, index, 1)
+        return LazyTensor(
+            self.dtype,
+            _without(one.shape, axis),
+            tuple(
+                tile._replace(
+                    offset=_without(tile.offset, axis),
+                    shape=_without(tile.shape, axis),
+                    axes=_without(tile.axes, axis),
+                )
+                for tile in one.tiles
+            ),
+        )
+
+    def transpose(self) -> LazyTensor:
+        """Reverse the two axes of a matrix."""
+        return LazyTensor(
+            self.dtype,
+            self.shape[::-1],
+            tuple(t._replace(offset=t.offset[::-1], shape=t.shape[::-1], axes=t.axes[::-1]) for t in self.tiles),
+        )
+
+    def pad(self, axis: int, length: int) -> LazyTensor:
+        """Append zeros until `axis` has `length` positions."""
+        return LazyTensor(self.dtype, _replace(self.shape, axis, length), self.tiles)
+
+
+def stored(header: TensorHeader) -> LazyTensor:
+    """The whole of one stored tensor."""
+    zero = (0,) * len(header.shape)
+    if 0 in header.shape:
+        return LazyTensor(header.dtype, header.shape, ())
+    tile = Tile(header, zero, header.shape, tuple(range(len(header.shape))), zero)
+    return LazyTensor(header.dtype, header.shape, (tile,))
+
+
+def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
+    """Join along `axis`; the parts agree in dtype and in every other axis (the caller has checked)."""
+    if len(parts) == 1:
+        return parts[0]
+    tiles: list[Tile] = []
+    at = 0
+    for part in parts:
+        for tile in part.tiles:
+            tiles.append(tile._replace(offset=_replace(tile.offset, axis, tile.offset[axis] + at)))
+        at += part.shape[axis]
+    return LazyTensor(parts[0].dtype, _replace(parts[0].shape, axis, at), tuple(tiles))
+
+
+def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Lay equal shapes side by side along a new first axis."""
+    tiles = [
+        Tile(tile.source, (i, *tile.offset), (1, *tile.shape), (None, *tile.axes), tile.start)
+        for i, part in enumerate(parts)
+        for tile in part.tiles
+    ]
+    return LazyTensor(parts[0].dtype, (len(parts), *parts[0].shape), tuple(tiles))
+
+
+def _cut(tile: Tile, axis: int, low: int, high: int, origin: int) -> Tile:
+    start = tile.start
+    stored_axis = tile.axes[axis]
+    if stored_axis is not None:
+        start = _replace(start, stored_axis, start[stored_axis] + low - tile.offset[axis])
+    return tile._replace(
+        offset=_replace(tile.offset, axis, low - origin),
+        shape=_replace(tile.shape, axis, high - low),
+        start=start,
+    )
+
+
+def _replace(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _without(values: tuple[_T, ...], axis: int) -> tuple[_T, ...]:
+    return (*values[:axis], *values[axis + 1 :])

@@ -1,0 +1,171 @@
+"""Tiny checkpoints, made on the spot: random weights in the layouts and with the configs of the hub.
+
+The writer is independent of the library: it packs bytes by the format's own description, and can be told to lie.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TAGS = {
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.float64): "F64",
+    BF16: "BF16",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int64): "I64",
+}
+HIDDEN, HEADS, KV, LAYERS, INNER, VOCAB = 64, 4, 2, 2, 96, 128
+
+
+@dataclass
+class Recipe:
+    """A checkpoint about to be written: edit `config` and `tensors` freely first."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Array] = field(default_factory=dict)
+
+    def write(
+        self, folder: Path, *, shard_of: Callable[[str], int] | None = None, index: bool = True, **files: Any
+    ) -> Path:
+        """Write one file, or a shard for each number `shard_of` gives, with an index; `files` are extra JSON files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        for name, content in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(content))
+        if shard_of is None:
+            (folder / "model.safetensors").write_bytes(safetensors_bytes(self.tensors))
+            return folder
+        numbers = {name: shard_of(name) for name in self.tensors}
+        count = max(numbers.values()) + 1
+        names = {n: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)}
+        for number, file in names.items():
+            held = {name: tensor for name, tensor in self.tensors.items() if numbers[name] == number}
+            (folder / file).write_bytes(safetensors_bytes(held))
+        if index:
+            weight_map = {name: names[number] for name, number in numbers.items()}
+            content = {"metadata": {}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+        return folder
+
+
+def safetensors_bytes(tensors: Mapping[str, Array]) -> bytes:
+    """A safetensors file holding `tensors` in the given order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += tensor.nbytes
+    return file_bytes(header, b"".join(tensor.tobytes() for tensor in tensors.values()))
+
+
+def file_bytes(header: Mapping[str, Any] | bytes, data: bytes = b"") -> bytes:
+    """A file with this header, whatever it says, before this data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def llama(dtype: Any = BF16, **config: Any) -> Recipe:
+    """F-LLAMA: head_dim 16, untied, no biases."""
+    return _decoder("LlamaForCausalLM", "llama", 16, dtype, config)
+
+
+def qwen2(dtype: Any = BF16, **config: Any) -> Recipe:
+    """F-QWEN2: biases on q, k and v that the config does not mention."""
+    recipe = _decoder("Qwen2ForCausalLM", "qwen2", 16, dtype, config)
+    for layer in range(recipe.config["num_hidden_layers"]):
+        for member in "qkv":
+            rows = recipe.tensors[f"model.layers.{layer}.self_attn.{member}_proj.weight"].shape[0]
+            recipe.tensors[f"model.layers.{layer}.self_attn.{member}_proj.bias"] = _random(dtype, rows)
+    return recipe
+
+
+def qwen3(dtype: Any = BF16, **config: Any) -> Recipe:
+    """F-QWEN3: head_dim 32, not hidden/heads; per-head norms; tied."""
+    return _decoder("Qwen3ForCausalLM", "qwen3", 32, dtype, {"head_dim": 32, "tie_word_embeddings": True} | config)
+
+
+def qwen3_moe(dtype: Any = BF16, *, banks: bool = False, **config: Any) -> Recipe:
+    """F-Q3MOE: 4 experts, 2 a token; one tensor a projection, or `banks` of them."""
+    moe = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "norm_topk_prob": True, "tie_word_embeddings": False}  # fmt: skip
+    recipe = _decoder("Qwen3MoeForCausalLM", "qwen3_moe", 32, dtype, moe | config)
+    experts, inner = recipe.config["num_experts"], recipe.config["moe_intermediate_size"]
+    for layer in range(recipe.config["num_hidden_layers"]):
+        mlp = f"model.layers.{layer}.mlp"
+        for projection in ("gate", "up", "down"):
+            del recipe.tensors[f"{mlp}.{projection}_proj.weight"]
+        recipe.tensors[f"{mlp}.gate.weight"] = _random(dtype, experts, HIDDEN)
+        gate_up = _random(dtype, experts, 2 * inner, HIDDEN)
+        down = _random(dtype, experts, HIDDEN, inner)
+        if banks:
+            recipe.tensors[f"{mlp}.experts.gate_up_proj"] = gate_up
+            recipe.tensors[f"{mlp}.experts.down_proj"] = down
+            continue
+        for e in range(experts):
+            recipe.tensors[f"{mlp}.experts.{e}.gate_proj.weight"] = gate_up[e, :inner]
+            recipe.tensors[f"{mlp}.experts.{e}.up_proj.weight"] = gate_up[e, inner:]
+            recipe.tensors[f"{mlp}.experts.{e}.down_proj.weight"] = down[e]
+    return recipe
+
+
+_generator = np.random.default_rng(0)
+
+
+def _random(dtype: Any, *shape: int) -> Array:
+    return (_generator.standard_normal(shape) * 0.1).astype(dtype)
+
+
+def _decoder(architecture: str, model_type: str, head_dim: int, dtype: Any, overrides: dict[str, Any]) -> Recipe:
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "torch_dtype": {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}.get(
+            np.dtype(dtype), "bfloat16"
+        ),
+    } | overrides
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    tensors = {"model.embed_tokens.weight": _random(dtype, config["vocab_size"], HIDDEN)}
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        shapes = {
+            "input_layernorm": (HIDDEN,),
+            "mlp.down_proj": (HIDDEN, INNER),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.k_proj": (kv, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, q),
+            "self_attn.q_proj": (q, HIDDEN),
+            "self_attn.v_proj": (kv, HIDDEN),
+        }
+        if model_type.startswith("qwen3"):
+            shapes |= {"self_attn.k_norm": (head_dim,), "self_attn.q_norm": (head_dim,)}
+        tensors |= {f"{path}.{name}.weight": _random(dtype, *shape) for name, shape in sorted(shapes.items())}
+    tensors["model.norm.weight"] = _random(dtype, HIDDEN)
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = _random(dtype, config["vocab_size"], HIDDEN)
+    return Recipe(config, tensors)
