@@ -258,7 +258,7 @@ def _compare_with_index(
         files = sorted({promised[name] for name in lost})
         findings.problems.append(
             MissingTensor(
-                f"the index promises {len(lost)} tensors that no file holds",
+                f"the index promises tensors that no file holds: {len(lost)}",
                 where=", ".join(files),
                 expected=", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else ""),
                 found="no such tensor in any header",

@@ -20,6 +20,12 @@ from waybill.errors import (
     WaybillError,
 )
 
+_ENDING = "ForCausalLM"
+_WORTH_A_LINE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
+)  # fmt: skip
+"""Fields whose class default, when config.json omits them, is easily not what the model was trained with."""
 DTYPE_TAGS = {
     "float32": "F32", "f32": "F32", "fp32": "F32", "float": "F32",
     "float16": "F16", "f16": "F16", "fp16": "F16", "half": "F16",
@@ -121,6 +127,11 @@ def read_model_config(
         return None, problems, notices
     _refuse_quantization(raw, where, problems)
     fields = Fields(raw, architecture.defaults, problems, where)
+    notices += [
+        f"{where} states no {key}; the class default {architecture.defaults[key]} is used"
+        for key in _WORTH_A_LINE
+        if key in architecture.defaults and not fields.stated(key)
+    ]
     model = _build(fields, architecture, notices)
     _refuse_features(model, fields, architecture)
     return model, problems, notices
@@ -147,14 +158,16 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
         return row
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    near = get_close_matches(str(name), ARCHITECTURES, n=1)
+    # Stems only: every name ends alike, and a shared ending is no likeness.
+    stems = {known.removesuffix(_ENDING): known for known in ARCHITECTURES}
+    near = get_close_matches(str(name).removesuffix(_ENDING), stems, n=1, cutoff=0.75)
     problems.append(
         UnsupportedArchitecture(
             "unknown architecture",
             where=f"{where}: architectures",
             expected=" | ".join(ARCHITECTURES),
             found=f"{name or 'none stated'} (model_type {raw.get('model_type')!r})"[:160],
-            fix=f"did the config mean {near[0]}?" if near else "use a checkpoint of a supported architecture",
+            fix=f"did the config mean {stems[near[0]]}?" if near else "use a checkpoint of a supported architecture",
         )
     )
     return None

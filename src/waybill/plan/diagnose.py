@@ -245,7 +245,7 @@ def _experts(
             surplus |= have - set(range(count))
         if lost:
             yield ExpertMismatch(
-                f"{len(lost)} of {count} experts are missing",
+                f"experts are missing: {len(lost)} of {count}",
                 where=layer,
                 expected=f"experts 0 to {count - 1}: num_experts is {count}",
                 found=f"no expert {_numbers(lost)}; the others are in {_some(sorted(files))}",
