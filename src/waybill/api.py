@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from waybill.checkpoint import Checkpoint, read_checkpoint
 from waybill.config.model import DTYPE_TAGS
-from waybill.errors import BadRequest, Refused
+from waybill.errors import BadOption, Refused
 from waybill.plan import Plan, make_plan
 from waybill.plan.planner import Target
 from waybill.rules.tables.decoder import decoder_source_rules
@@ -47,12 +47,12 @@ def plan(
         dtype: "float32", "float16" or "bfloat16"; by default what the config says.
 
     Raises:
-        BadRequest: an unknown target or dtype, or a rank outside the group.
+        BadOption: an unknown target or dtype, or a rank outside the group.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = read_checkpoint(checkpoint)
     if not 0 <= rank < tp:
-        raise _bad_request(
+        raise _bad_option(
             "the rank is outside the group",
             f"0 to {tp - 1}" if tp > 0 else "tp of at least 1",
             f"rank {rank} of {tp}",
@@ -74,7 +74,7 @@ def load(
     device: str = "cpu",
     check_finite: bool = False,
 ) -> CausalLM:
-    """Load a checkpoint into the PyTorch engine; under `torchrun`, this rank's share of it.
+    """Load a checkpoint into the PyTorch engine; after `waybill.engine.join_group`, this rank's share of it.
 
     Raises:
         Refused: the plan does not add up; nothing was read.
@@ -89,7 +89,7 @@ def dtype_tag(name: str) -> str:
     """The safetensors tag of a float dtype's name: "bfloat16" -> "BF16"."""
     tag = DTYPE_TAGS.get(name.lower().removeprefix("torch."))
     if tag is None:
-        raise _bad_request("unknown dtype", "float32 | float16 | bfloat16", repr(name))
+        raise _bad_option("unknown dtype", "float32 | float16 | bfloat16", repr(name))
     return tag
 
 
@@ -97,9 +97,9 @@ def _target(name: str) -> Target:
     from waybill.engine.blueprint import TORCH
 
     if name != TORCH.name:
-        raise _bad_request("unknown target", TORCH.name, repr(name))
+        raise _bad_option("unknown target", TORCH.name, repr(name))
     return TORCH
 
 
-def _bad_request(what: str, expected: str, found: str) -> BadRequest:
-    return BadRequest(what, expected=expected, found=found, fix="choose one of the expected values")
+def _bad_option(what: str, expected: str, found: str) -> BadOption:
+    return BadOption(what, expected=expected, found=found, fix="choose one of the expected values")

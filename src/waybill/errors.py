@@ -17,7 +17,8 @@ WaybillError
 │   └── ExpertMismatch      IllegalParallelism
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     CastOverflow
-    └── NoTokenizer         BadTemplate        BadRequest        DeviceUnavailable
+    ├── NoTokenizer         BadTemplate        BadRequest        DeviceUnavailable
+    └── BadOption
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class WaybillError(Exception):
 
     def __str__(self) -> str:
         rows = (("where", self.where), ("expected", self.expected), ("found", self.found), ("fix", self.fix))
-        return "\n".join([f"{self.what} [{self.code}]", *(f"  {k:<9}{v}" for k, v in rows if v)])
+        lines = [f"{self.what} [{self.code}]", *(f"  {k:<9}{v}" for k, v in rows if v)]
+        return "\n".join(map(printable, lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Built by keyword, it would otherwise not survive the trip from another process.
@@ -57,6 +59,11 @@ class WaybillError(Exception):
             "found": self.found,
             "fix": self.fix,
         }
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: names come from strangers, and terminals obey what they print."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _rebuild(kind: type[WaybillError], what: str, where: str, expected: str, found: str, fix: str) -> WaybillError:
@@ -295,9 +302,15 @@ class BadTemplate(RunError):
 
 
 class BadRequest(RunError):
-    """The request itself cannot be served: an empty prompt, too many tokens, an option out of range."""
+    """The request itself cannot be served: an empty prompt, unknown tokens, more positions than the model has."""
 
     code = "bad-request"
+
+
+class BadOption(RunError):
+    """An option has a value that means nothing: wrong usage, exit code 2."""
+
+    code = "bad-option"
 
 
 class DeviceUnavailable(RunError):

@@ -70,6 +70,14 @@ def read_header(path: Path, file: str) -> FileHeader:
         BadHeader: the header breaks a promise of the format.
         WrongLength: the file is truncated, or has bytes after its data.
     """
+    if not path.is_file():  # opening a pipe would wait for ever
+        raise NotSafetensors(
+            "a weight file is not a regular file",
+            where=file,
+            expected="a file",
+            found="a directory, device or pipe",
+            fix="replace it by the file it stands for",
+        )
     try:
         with path.open("rb") as stream:
             stat = os.fstat(stream.fileno())

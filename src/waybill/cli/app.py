@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from waybill.cli import generate, inspect, plan
-from waybill.errors import WaybillError
+from waybill.errors import BadOption, CastOverflow, FileChanged, NonFiniteWeight, WaybillError
 
 app = typer.Typer(
     name="waybill",
@@ -44,9 +44,11 @@ def main() -> None:
     try:
         app()
     except WaybillError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        sys.exit(1)
+        # What headers reveal, every rank finds alike, and one says it. What reading reveals may be one rank's alone.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or isinstance(error, (FileChanged, CastOverflow, NonFiniteWeight)):
+            print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadOption) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from waybill.cli.render import size, write_json, write_problems, write_table
+from waybill.errors import printable
 
 if TYPE_CHECKING:
     from waybill.plan import Plan
@@ -55,7 +56,7 @@ def _write(bill: Plan, full: bool) -> None:
             )
         )
     for name, reason in bill.ignored.items():
-        print(f"dropped {name}: {reason}")
+        print(printable(f"dropped {name}: {reason}"))
     write_problems(bill.problems, bill.notices)
     if not bill.problems:
         print(bill.summary())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from waybill.errors import WaybillError
+from waybill.errors import WaybillError, printable
 
 
 def size(nbytes: float) -> str:
@@ -52,7 +52,7 @@ def write_table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = No
 def write_problems(problems: Sequence[WaybillError], notices: Sequence[str] = ()) -> None:
     """Notices, then problems, on stderr."""
     for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+        print(printable(f"note: {notice}"), file=sys.stderr)
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:

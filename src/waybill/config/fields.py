@@ -8,8 +8,10 @@ from typing import Any
 
 from waybill.errors import BadConfig, ConfigConflict, WaybillError
 
-LARGEST_INT = 1 << 31
-"""No size in a real config comes near; anything above is an attack or a typo."""
+LARGEST_SIZE = (1 << 31) - 1
+LARGEST_COUNT = 4096
+"""No size, and no number of layers, heads or experts, in a real config comes near. Sizes are also compared with stored
+shapes; counts make us loop before there is anything to compare them with."""
 
 
 class Fields:
@@ -27,11 +29,11 @@ class Fields:
         """Whether the file itself gives the field a value."""
         return self.raw.get(key) is not None
 
-    def integer(self, key: str, *, low: int = 1, alias: str | None = None) -> int:
-        """An int in [low, 2**31); `alias` is another name for the same fact, refused when the two disagree."""
+    def integer(self, key: str, *, low: int = 1, high: int = LARGEST_SIZE, alias: str | None = None) -> int:
+        """An int from `low` to `high`; `alias` is another name for the same fact, refused when the two disagree."""
         value = self._value(key, alias)
-        expected = f"an integer of at least {low}"
-        return int(self._check(key, value, lambda v: type(v) is int and low <= v < LARGEST_INT, low, expected))
+        expected = f"an integer from {low} to {high:,}"
+        return int(self._check(key, value, lambda v: type(v) is int and low <= v <= high, low, expected))
 
     def number(self, key: str) -> float:
         """A positive finite float."""
@@ -59,7 +61,7 @@ class Fields:
         value = self._check(
             key,
             () if value is None else value,
-            lambda v: isinstance(v, (list, tuple)) and all(type(i) is int and 0 <= i < LARGEST_INT for i in v),
+            lambda v: isinstance(v, (list, tuple)) and len(v) <= LARGEST_COUNT and all(type(i) is int for i in v),
             (),
             "a list of layer numbers",
         )

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any
 
 from waybill.config.architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
-from waybill.config.fields import Fields
+from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.rope import RotaryConfig, read_rotary
 from waybill.errors import (
     BadConfig,
@@ -96,7 +96,7 @@ class ModelConfig:
         return tuple(tp for tp in range(1, self.num_qo_heads + 1) if not self.parallel_obstacles(tp))
 
     @classmethod
-    def from_hf(cls, config: Any) -> Self:
+    def from_hf(cls, config: Any) -> ModelConfig:
         """From a transformers config object, or the dict of a config.json.
 
         Raises:
@@ -108,7 +108,7 @@ class ModelConfig:
             raise Refused(problems)
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
-        return cls(**{name: getattr(model, name) for name in cls.__dataclass_fields__})
+        return model
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _refuse_quantization(raw: Mapping[str, Any], where: str, problems: list[Wayb
 
 
 def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> ModelConfig:
-    heads = fields.integer("num_attention_heads")
+    heads = fields.integer("num_attention_heads", high=LARGEST_COUNT)
     hidden = fields.integer("hidden_size")
     # An explicit head_dim wins; otherwise the class default; otherwise the heads share the hidden size.
     has_head_dim = fields.stated("head_dim") or "head_dim" in architecture.defaults
@@ -198,9 +198,9 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
     config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
     moe = architecture.moe
     return ModelConfig(
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", high=LARGEST_COUNT),
         num_qo_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads") if has_kv_heads else heads,
+        num_kv_heads=fields.integer("num_key_value_heads", high=LARGEST_COUNT) if has_kv_heads else heads,
         head_dim=head_dim,
         hidden_size=hidden,
         vocab_size=fields.integer("vocab_size"),
@@ -216,13 +216,13 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         attention_output_bias=config_bias,
         mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias"),
         qk_norm=architecture.qk_norm,
-        num_experts=fields.integer("num_experts", low=0, alias="num_local_experts") if moe else 0,
-        num_experts_per_tok=fields.integer("num_experts_per_tok") if moe else 0,
+        num_experts=fields.integer("num_experts", low=0, high=LARGEST_COUNT, alias="num_local_experts") if moe else 0,
+        num_experts_per_tok=fields.integer("num_experts_per_tok", high=LARGEST_COUNT) if moe else 0,
         moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
         norm_topk_prob=moe and fields.boolean("norm_topk_prob"),
         mlp_only_layers=fields.integers("mlp_only_layers") if moe else (),
         decoder_sparse_step=fields.integer("decoder_sparse_step") if moe else 1,
-        extra_layers=fields.integer("num_nextn_predict_layers", low=0)
+        extra_layers=fields.integer("num_nextn_predict_layers", low=0, high=LARGEST_COUNT)
         if fields.stated("num_nextn_predict_layers")
         else 0,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from waybill.config import ModelConfig, RotaryConfig
     from waybill.engine.context import Batch, Context, get_global_ctx
-    from waybill.engine.distributed import get_tp_info, set_tp_info
+    from waybill.engine.distributed import get_tp_info, join_group, set_tp_info
     from waybill.engine.layers.rotary import set_rope_device
     from waybill.engine.load import cached_load_hf_config, download_hf_weight, load_weight, torch_dtype
     from waybill.engine.models.register import create_model
@@ -20,6 +20,7 @@ _HOMES = {
     "Context": "waybill.engine.context",
     "get_global_ctx": "waybill.engine.context",
     "get_tp_info": "waybill.engine.distributed",
+    "join_group": "waybill.engine.distributed",
     "set_tp_info": "waybill.engine.distributed",
     "set_rope_device": "waybill.engine.layers.rotary",
     "cached_load_hf_config": "waybill.engine.load",
@@ -39,6 +40,7 @@ __all__ = [
     "download_hf_weight",
     "get_global_ctx",
     "get_tp_info",
+    "join_group",
     "load_weight",
     "set_rope_device",
     "set_tp_info",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from waybill.errors import BadRequest
+from waybill.errors import BadOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sampling:
             if not good
         ]
         if wrong:
-            raise BadRequest(
+            raise BadOption(
                 "sampling options are out of range",
                 expected="temperature ≥ 0, top-k ≥ 0, 0 < top-p ≤ 1",
                 found=", ".join(wrong),
