@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         NotACheckpoint: `path` is not a folder holding a config.json.
     """
     root = Path(path)
-    if not root.is_dir() or not (root / "config.json").exists():
+    if not _is(Path.is_dir, root) or not _is(Path.exists, root / "config.json"):
         raise _not_a_checkpoint(root)
     findings = _Findings()
     config = _json(root / "config.json", findings)
@@ -90,11 +90,19 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    """`path.is_file()` and the like, false also for a name no file system takes."""
+    try:
+        return kind(path)
+    except (OSError, ValueError):
+        return False
+
+
 def _not_a_checkpoint(root: Path) -> NotACheckpoint:
-    if root.is_dir():
+    if _is(Path.is_dir, root):
         found = "a folder without config.json"
         fix = "point at the folder that holds config.json and the .safetensors files"
-    elif root.exists():
+    elif _is(Path.exists, root):
         found = "a file"
         fix = f"point at its folder, {root.parent}"
     else:
@@ -145,13 +153,18 @@ def _read_index(path: Path, findings: _Findings) -> dict[str, str] | None:
     except CheckpointError as error:
         findings.problems.append(error)
         return None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        wrong = (
+            next((f"{k!r}: {v!r}" for k, v in weight_map.items() if not isinstance(v, str)), "nothing in it")
+            if isinstance(weight_map, dict)
+            else ""
+        )
         findings.problems.append(
             BadIndex(
                 "the index has no usable weight_map",
                 where=path.name,
                 expected='"weight_map": {tensor name: file name, …}',
-                found=f"weight_map of type {type(weight_map).__name__}",
+                found=f"weight_map with {wrong}"[:160] if wrong else f"weight_map of type {type(weight_map).__name__}",
                 fix=f"download {path.name} again, or delete it if all shards are here",
             )
         )
@@ -166,7 +179,7 @@ def _on_disk(root: Path, names: list[str], index: str, findings: _Findings) -> l
         parts = Path(name).parts
         if not name or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
             findings.problems.append(_escape(name, index, "a path that leaves the folder"))
-        elif not (root / name).is_file():
+        elif not _is(Path.is_file, root / name):
             missing.append(name)
         else:
             good.append(name)
@@ -221,9 +234,16 @@ def _read_shards(root: Path, names: list[str], findings: _Findings) -> tuple[dic
     tensors: dict[str, TensorHeader] = {}
     shards: list[Shard] = []
     for name in names:
-        real = (root / name).resolve()
+        try:
+            real = (root / name).resolve()
+        except (OSError, RuntimeError):  # a link that leads to itself
+            findings.problems.append(_broken_link(name, root))
+            continue
         if not any(real.is_relative_to(place) for place in allowed):
             findings.problems.append(_escape(name, "folder", f"a link to {real}"))
+            continue
+        if not real.exists():
+            findings.problems.append(_broken_link(name, root))
             continue
         try:
             header = read_header(real, name)
@@ -237,6 +257,16 @@ def _read_shards(root: Path, names: list[str], findings: _Findings) -> tuple[dic
             else:
                 tensors[tensor.name] = tensor
     return tensors, shards
+
+
+def _broken_link(name: str, root: Path) -> MissingShard:
+    return MissingShard(
+        "a weight file is a link that leads nowhere: incomplete download?",
+        where=name,
+        expected="a file",
+        found=f"a link to {(root / name).readlink()}" if (root / name).is_symlink() else "nothing",
+        fix="download the file again; `hf download` resumes where it stopped",
+    )
 
 
 def _duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:

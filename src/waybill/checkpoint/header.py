@@ -57,7 +57,10 @@ _DISGUISES = (
         "a zip archive (a PyTorch .bin or .pt file?)",
         "convert it with safetensors.torch.save_file",
     ),
-    (b"\x80\x02", "a Python pickle", "convert it with safetensors.torch.save_file"),
+    *(
+        (bytes((0x80, protocol)), "a Python pickle", "convert it with safetensors.torch.save_file")
+        for protocol in (2, 3, 4, 5)
+    ),
     (b"GGUF", "a GGUF file", "use the safetensors files of this model"),
 )
 
@@ -143,7 +146,9 @@ def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorHeader:
         raise ValueError(f"{name[:120]!r} has the data_offsets {str(offsets)[:80]}")
     begin, end = offsets
     need, rest = divmod(math.prod(shape) * bits, 8)
-    if rest or end - begin != need:
+    if rest:
+        raise ValueError(f"{name[:120]!r} {dtype}{shape} ends inside a byte: {math.prod(shape) * bits:,} bits")
+    if end - begin != need:
         raise ValueError(f"{name[:120]!r} {dtype}{shape} needs {need:,} bytes and is given {end - begin:,}")
     return TensorHeader(name, dtype, tuple(shape), file, data_start + begin, need)
 

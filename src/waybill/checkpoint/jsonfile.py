@@ -32,7 +32,8 @@ def _no_constant(name: str) -> None:
 def parse_object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; ValueError says in words what is wrong with anything else."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        # Decoded here: the parser would also take UTF-16 and UTF-32.
+        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
@@ -49,6 +50,8 @@ def read_object(path: Path) -> dict[str, Any]:
         BadJson: unreadable, too large, not strict JSON, or not an object.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("a directory, device or pipe")
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:

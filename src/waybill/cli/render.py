@@ -21,7 +21,7 @@ def size(nbytes: float) -> str:
 
 def write_json(value: Any) -> None:
     """One JSON document on stdout."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    json.dump(value, sys.stdout, indent=2)  # ASCII: a name may hold what no encoding can write
     sys.stdout.write("\n")
 
 
@@ -42,7 +42,7 @@ def write_table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = No
             style="" if header or column else "dim",
         )
     for line in lines:
-        table.add_row(*(Text(cell) for cell in line))
+        table.add_row(*(Text(printable(cell)) for cell in line))
     console = Console(file=sys.stdout, highlight=False)
     if not sys.stdout.isatty():
         console.width = 110  # a pipe has no width; do not fold to a default of 80

@@ -39,7 +39,6 @@ _QWEN = _COMMON | {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
-    "max_window_layers": 28,
 }
 _QWEN_DENSE = _QWEN | {
     "hidden_size": 4096,
@@ -47,6 +46,7 @@ _QWEN_DENSE = _QWEN | {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
+    "max_window_layers": 28,
 }
 
 ARCHITECTURES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +12,11 @@ LARGEST_SIZE = (1 << 31) - 1
 LARGEST_COUNT = 4096
 """No size, and no number of layers, heads or experts, in a real config comes near. Sizes are also compared with stored
 shapes; counts make us loop before there is anything to compare them with."""
+
+
+def positive(value: Any) -> bool:
+    """A number above zero that a float can hold."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 class Fields:
@@ -24,6 +29,8 @@ class Fields:
         self.defaults = defaults
         self.problems = problems
         self.where = where
+        self.wrong: set[str] = set()
+        """Fields already refused: what follows from their stand-ins is not worth a word."""
 
     def stated(self, key: str) -> bool:
         """Whether the file itself gives the field a value."""
@@ -40,7 +47,7 @@ class Fields:
         value = self._check(
             key,
             self._value(key),
-            lambda v: type(v) in (int, float) and 0 < v < math.inf,
+            positive,
             1.0,
             "a positive number",
         )
@@ -84,6 +91,7 @@ class Fields:
     def _check(self, key: str, value: Any, good: Any, fallback: Any, expected: str) -> Any:
         if good(value):
             return value
+        self.wrong.add(key)
         absent = value is None
         self.problems.append(
             BadConfig(

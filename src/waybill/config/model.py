@@ -26,6 +26,11 @@ _WORTH_A_LINE = (
     "vocab_size", "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
 )  # fmt: skip
 """Fields whose class default, when config.json omits them, is easily not what the model was trained with."""
+_SHAPING = {key for row in ARCHITECTURES.values() for key in row.defaults} | {
+    "num_key_value_heads", "head_dim", "num_local_experts", "rope_scaling", "rope_parameters", "layer_types",
+    "quantization_config",
+}  # fmt: skip
+"""Fields that a nested and an outer config may not state differently without a word."""
 DTYPE_TAGS = {
     "float32": "F32", "f32": "F32", "fp32": "F32", "float": "F32",
     "float16": "F16", "f16": "F16", "fp16": "F16", "half": "F16",
@@ -81,8 +86,14 @@ class ModelConfig:
 
     def parallel_obstacles(self, tp: int) -> list[str]:
         """Why the model cannot be cut into `tp` ranks; empty when it can. Vocabulary never is one: it pads."""
+        return self._obstacles(tp, self._has_dense_layers())
+
+    def _has_dense_layers(self) -> bool:
+        return not self.is_moe or any(not self.is_moe_layer(layer) for layer in range(self.num_layers))
+
+    def _obstacles(self, tp: int, dense: bool) -> list[str]:
         sizes = {"num_attention_heads": self.num_qo_heads}
-        if any(not self.is_moe_layer(layer) for layer in range(self.num_layers)):
+        if dense:
             sizes["intermediate_size"] = self.intermediate_size
         if self.is_moe:
             sizes["moe_intermediate_size"] = self.moe_intermediate_size
@@ -93,7 +104,8 @@ class ModelConfig:
 
     def legal_tp_sizes(self) -> tuple[int, ...]:
         """Every number of ranks this model can be cut into."""
-        return tuple(tp for tp in range(1, self.num_qo_heads + 1) if not self.parallel_obstacles(tp))
+        dense = self._has_dense_layers()
+        return tuple(tp for tp in range(1, self.num_qo_heads + 1) if not self._obstacles(tp, dense))
 
     @classmethod
     def from_hf(cls, config: Any) -> ModelConfig:
@@ -142,13 +154,14 @@ def _text_config(config: Mapping[str, Any], notices: list[str], where: str) -> d
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
         return dict(config)
-    outer = {k: v for k, v in config.items() if k != "text_config"}
-    for key in ("tie_word_embeddings", "vocab_size", "hidden_size", "rope_theta"):
-        if key in nested and key in outer and nested[key] != outer[key]:
+    outer = {k: v for k, v in config.items() if k != "text_config" and v is not None}
+    inner = {k: v for k, v in nested.items() if v is not None}
+    for key in sorted(_SHAPING & inner.keys() & outer.keys()):
+        if inner[key] != outer[key]:
             notices.append(
-                f"{where}: text_config.{key} is {nested[key]!r}, top level {outer[key]!r}; text_config is followed"
+                f"{where}: text_config.{key} is {inner[key]!r}, top level {outer[key]!r}; text_config is followed"[:300]
             )
-    return outer | dict(nested) | {"architectures": config.get("architectures")}
+    return outer | inner | {"architectures": config.get("architectures")}
 
 
 def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> Architecture | None:
@@ -174,15 +187,17 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
 
 
 def _refuse_quantization(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> None:
-    block = raw.get("quantization_config") or raw.get("component_quantization")
-    if block:
+    for key in ("quantization_config", "component_quantization"):
+        block = raw.get(key)
+        if not block:
+            continue
         method = block.get("quant_method") if isinstance(block, Mapping) else None
         problems.append(
             UnsupportedQuantization(
                 "the checkpoint is quantized",
-                where=f"{where}: quantization_config",
+                where=f"{where}: {key}",
                 expected="float weights",
-                found=f"quant_method {method!r}",
+                found=f"quant_method {method!r}" if method else str(block)[:160],
                 fix="use the float checkpoint this one was made from",
             )
         )
@@ -212,7 +227,7 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         attention_bias=config_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         model_type=architecture.model_type,
         architectures=[architecture.name],
-        dtype=_dtype(fields.raw),
+        dtype=_dtype(fields, notices),
         attention_output_bias=config_bias,
         mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias"),
         qk_norm=architecture.qk_norm,
@@ -228,9 +243,13 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
     )
 
 
-def _dtype(raw: Mapping[str, Any]) -> str | None:
-    stated = str(raw.get("dtype") or raw.get("torch_dtype") or "")
-    return DTYPE_TAGS.get(stated.removeprefix("torch."))
+def _dtype(fields: Fields, notices: list[str]) -> str | None:
+    stated = {key: str(fields.raw[key]) for key in ("dtype", "torch_dtype") if fields.stated(key)}
+    tags = {key: DTYPE_TAGS.get(name.removeprefix("torch.")) for key, name in stated.items()}
+    if len(set(tags.values())) > 1 or None in tags.values():
+        said = ", ".join(f"{key} {name}" for key, name in stated.items())
+        notices.append(f"{fields.where} states {said}; {next(filter(None, tags.values()), 'the most common')} is used")
+    return next(filter(None, tags.values()), None)
 
 
 def _refuse_features(model: ModelConfig, fields: Fields, architecture: Architecture) -> None:
@@ -245,30 +264,28 @@ def _refuse_features(model: ModelConfig, fields: Fields, architecture: Architect
             )
         )
 
-    if model.hidden_act != "silu":
+    wrong = fields.wrong
+    if model.hidden_act != "silu" and "hidden_act" not in wrong:
         refuse(UnsupportedFeature, "hidden_act", "silu", repr(model.hidden_act))
-    if model.num_qo_heads % model.num_kv_heads:
+    if model.num_qo_heads % model.num_kv_heads and not wrong & {"num_attention_heads", "num_key_value_heads"}:
         found = f"{model.num_qo_heads} query heads, {model.num_kv_heads} key-value heads"
         refuse(BadConfig, "num_key_value_heads", "a divisor of num_attention_heads", found)
-    if model.head_dim % 2:
+    if model.head_dim % 2 and not wrong & {"head_dim", "hidden_size", "num_attention_heads"}:
         refuse(BadConfig, "head_dim", "an even number", str(model.head_dim))
-    if 0 < model.num_experts < model.num_experts_per_tok:
+    if 0 < model.num_experts < model.num_experts_per_tok and not wrong & {"num_experts", "num_experts_per_tok"}:
         found = f"{model.num_experts_per_tok} of {model.num_experts} experts"
         refuse(BadConfig, "num_experts_per_tok", "at most num_experts", found)
-    if architecture.sliding_window and _slides(fields, 0 if architecture.moe else model.num_layers):
-        refuse(
-            UnsupportedFeature,
-            "sliding_window",
-            "full attention in every layer",
-            str(fields.raw.get("sliding_window")),
-        )
+    if architecture.sliding_window and (key := _slides(fields, 0 if architecture.moe else model.num_layers)):
+        found = str(fields.raw.get(key, "of 4096, the class default,"))
+        refuse(UnsupportedFeature, key, "full attention in every layer", found[:160])
 
 
-def _slides(fields: Fields, full_layers: int) -> bool:
-    """Whether any layer sees a window only; the first max_window_layers may not, in models that have that many."""
+def _slides(fields: Fields, full_layers: int) -> str | None:
+    """The field that gives some layer a window; the first max_window_layers have none, where there are that many."""
     kinds = fields.raw.get("layer_types")
     if isinstance(kinds, list):
-        return any(kind != "full_attention" for kind in kinds)
-    if not fields.boolean("use_sliding_window") or not fields.stated("sliding_window"):
-        return False
-    return full_layers == 0 or fields.integer("max_window_layers", low=0) < full_layers
+        return "layer_types" if any(kind != "full_attention" for kind in kinds) else None
+    # Omitted, the window is the class default of 4096; null says there is none.
+    if not fields.boolean("use_sliding_window") or fields.raw.get("sliding_window", 4096) is None:
+        return None
+    return "sliding_window" if full_layers == 0 or fields.integer("max_window_layers", low=0) < full_layers else None

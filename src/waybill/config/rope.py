@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from waybill.config.fields import Fields
+from waybill.config.fields import Fields, positive
 from waybill.errors import BadConfig, ConfigConflict, UnsupportedRope, WaybillError
 
 REQUIRED = {
@@ -104,7 +104,18 @@ def read_rotary(fields: Fields, head_dim: int, notices: list[str]) -> RotaryConf
     max_position = fields.integer("max_position_embeddings")
     blocks = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
     for key, block in blocks.items():
-        if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
+        if not isinstance(block, Mapping):
+            problems.append(
+                BadConfig(
+                    f"{key} is not an object",
+                    where=f"{where}: {key}",
+                    expected='{"rope_type": …, …} or null',
+                    found=repr(block)[:120],
+                    fix=f"state {key} in {where} as its producer published it",
+                )
+            )
+            return RotaryConfig(head_dim, head_dim, max_position, 1.0)
+        if any(isinstance(value, Mapping) for value in block.values()):
             problems.append(
                 UnsupportedRope(
                     "rotary parameters per layer type are not supported",
@@ -120,21 +131,29 @@ def read_rotary(fields: Fields, head_dim: int, notices: list[str]) -> RotaryConf
     if len(merged) == 2 and merged[0] != merged[1]:
         problems.append(_conflict(where, "rope_parameters and rope_scaling", merged))
     scaling: dict[str, Any] = merged[0] if merged else {"rope_type": "default"}
+    if raw.get("partial_rotary_factor") is not None and scaling["rope_type"] != "default":
+        scaling.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
     if _supported(scaling, where, problems) and scaling["rope_type"] != "default":
         # The length before scaling: beside the rope block, in it, or the plain length.
         if raw.get(_ORIGINAL) is not None:
             scaling[_ORIGINAL] = raw[_ORIGINAL]
         scaling.setdefault(_ORIGINAL, max_position)
+        before = len(problems)
         _check_numbers(scaling, where, problems)
-        return RotaryConfig(head_dim, head_dim, max_position, base, scaling)
+        rotary = RotaryConfig(head_dim, head_dim, max_position, base, scaling)
+        if len(problems) == before and not _computes(rotary):
+            problems.append(_unusable(scaling | {"rope_theta": base}, where))
+        return rotary
     return RotaryConfig(head_dim, head_dim, max_position, base)
 
 
 def _agreed_base(fields: Fields, blocks: Mapping[str, Mapping[str, Any]], notices: list[str]) -> float:
-    places = {f"{key}.rope_theta": block["rope_theta"] for key, block in blocks.items() if block.get("rope_theta")}
+    places = {
+        f"{key}.rope_theta": block["rope_theta"] for key, block in blocks.items() if block.get("rope_theta") is not None
+    }
     if fields.stated("rope_theta"):
         places["rope_theta"] = fields.raw["rope_theta"]
-    if len({str(float(v)) if type(v) in (int, float) else str(v) for v in places.values()}) > 1:
+    if len({str(float(v)) if positive(v) else str(v) for v in places.values()}) > 1:
         fields.problems.append(_conflict(fields.where, "two places for the RoPE base", places))
     if not places:
         base = fields.number("rope_theta")
@@ -156,7 +175,8 @@ def _conflict(where: str, what: str, found: Any) -> ConfigConflict:
 
 def _normalized(block: Mapping[str, Any], key: str, where: str, problems: list[WaybillError]) -> dict[str, Any]:
     """The block without the base, and with `rope_type` as the only spelling of the kind."""
-    kinds = {block[k] for k in ("rope_type", "type") if isinstance(block.get(k), str)}
+    # A kind that is no text is spelled out, and then no kind that is known.
+    kinds = {str(block[k]) for k in ("rope_type", "type") if block.get(k) is not None}
     if len(kinds) > 1:
         problems.append(_conflict(f"{where}: {key}", "type and rope_type", sorted(kinds)))
     rest = {k: v for k, v in block.items() if k not in ("rope_theta", "type", "rope_type") and v is not None}
@@ -186,8 +206,22 @@ def _supported(scaling: Mapping[str, Any], where: str, problems: list[WaybillErr
     return False
 
 
-def _positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+def _computes(rotary: RotaryConfig) -> bool:
+    try:
+        frequencies, factor = rotary.frequencies()
+    except (ArithmeticError, ValueError):
+        return False
+    return all(0 < f < math.inf for f in frequencies) and 0 < factor < math.inf
+
+
+def _unusable(numbers: Mapping[str, Any], where: str) -> BadConfig:
+    return BadConfig(
+        f"the {numbers['rope_type']} rotary embedding has no usable frequencies",
+        where=where,
+        expected="positive finite frequencies",
+        found=str(numbers)[:160],
+        fix="restore the rope parameters the model was published with",
+    )
 
 
 def _check_numbers(scaling: Mapping[str, Any], where: str, problems: list[WaybillError]) -> None:
@@ -197,7 +231,7 @@ def _check_numbers(scaling: Mapping[str, Any], where: str, problems: list[Waybil
                 "mscale_all_dim"):  # fmt: skip
         if scaling.get(key) is not None:
             given[key] = scaling[key]
-    wrong = {k: v for k, v in given.items() if not _positive(v)}
+    wrong = {k: v for k, v in given.items() if not positive(v)}
     if not wrong and kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         wrong = {k: given[k] for k in ("low_freq_factor", "high_freq_factor")}
     if wrong:

@@ -49,11 +49,11 @@ def everything(
 ) -> list[WaybillError]:
     """Compare what is stored with what is needed; an empty list means every binding can be made."""
     if packed := [name for name in checkpoint.tensors if name.endswith(PACKED_ENDINGS)]:
-        return [_packed(packed)]
+        return [_packed(packed, checkpoint)]
     known = {spec.name: spec for spec in specs}
     left_over = [slot for name, place in slots.items() if name not in known for slot in place.values()]
     missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
-    if left_over and missing and (drift := _drift(left_over, specs, rules)):
+    if left_over and missing and (drift := _drift(left_over, specs, rules, checkpoint)):
         return [drift]
     problems: list[WaybillError] = list(_missing(missing, config, rules))
     for spec in specs:
@@ -61,7 +61,7 @@ def everything(
             problems += _members(spec, slots[spec.name], checkpoint, rules)
             problems += _pieces(spec, slots[spec.name], checkpoint)
     problems += _experts([spec for spec in specs if spec.stack and spec.name in slots], slots, checkpoint)
-    problems += _unclaimed(left_over, config, specs, rules)
+    problems += _unclaimed(left_over, config, specs, rules, checkpoint)
     return problems
 
 
@@ -70,26 +70,37 @@ def _some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _packed(names: list[str]) -> WaybillError:
+def _places(names: Sequence[str], checkpoint: Checkpoint) -> str:
+    """Names, then the files they lie in."""
+    return f"{_some(names)} ({_some(sorted({checkpoint.tensors[name].file for name in names}))})"
+
+
+def _packed(names: list[str], checkpoint: Checkpoint) -> WaybillError:
     return UnsupportedQuantization(
         "the checkpoint holds packed weights, and config.json has no quantization_config",
-        where=_some(names),
+        where=_places(names, checkpoint),
         expected="float weights",
         found=f"{len(names)} tensors of packed weights",
         fix="use the float checkpoint; packed integers are never read as float weights",
     )
 
 
-def _drift(left_over: list[WeightRecord], specs: Sequence[ParameterSpec], rules: RuleTable) -> WaybillError | None:
+def _drift(
+    left_over: list[WeightRecord], specs: Sequence[ParameterSpec], rules: RuleTable, checkpoint: Checkpoint
+) -> WaybillError | None:
     """Whether one prefix, added or removed, would make every left-over name known."""
-    known = {lift(source)[0] for spec in specs for source in rules.sources_of(spec.name)}
+    wanted = {source for spec in specs for at in range(spec.stack or 1) for source in rules.sources_of(spec.name, at)}
+    known = {lift(source)[0] for source in wanted - checkpoint.tensors.keys()}
     names = [record.source_name for record in left_over]
     first = lift(names[0])[0]
     segments = first.split(".")
+    firsts = [key.partition(".")[0] + "." for key in known]
+    roots = {"", *(first for first in firsts if firsts.count(first) > 1)}
     for count in range(1, min(len(segments), 4)):
         prefix = ".".join(segments[:count]) + "."
-        if all(lift(name)[0].removeprefix(prefix) in known for name in names):
-            return _prefix(f"every name starts with {prefix!r}", names[0], names[0].removeprefix(prefix))
+        for root in sorted(roots):
+            if all(root + lift(name)[0].removeprefix(prefix) in known for name in names):
+                return _prefix(f"every name starts with {prefix!r}", names[0], root + names[0].removeprefix(prefix))
     for key in known:
         if key.endswith("." + first):
             prefix = key.removesuffix(first)
@@ -112,7 +123,7 @@ def _layer_of(name: str) -> tuple[str, int] | None:
     """`model.layers.7.mlp…` -> ("model.layers", 7)."""
     segments = name.split(".")
     for at, segment in enumerate(segments):
-        if segment.isdecimal():
+        if segment.isascii() and segment.isdecimal() and len(segment) < 10:
             return ".".join(segments[:at]), int(segment)
     return None
 
@@ -137,11 +148,12 @@ def _missing(missing: list[ParameterSpec], config: ModelConfig, rules: RuleTable
     for spec in missing:
         if _layer_of(spec.name) not in whole:
             forms[lift(spec.name)[0]].append(spec)
+    embedded = all(spec.kind != "embedding" for spec in missing)
     for group in forms.values():
-        yield _missing_form(group, rules)
+        yield _missing_form(group, rules, embedded)
 
 
-def _missing_form(group: list[ParameterSpec], rules: RuleTable) -> WaybillError:
+def _missing_form(group: list[ParameterSpec], rules: RuleTable, embedded: bool) -> WaybillError:
     spec = group[0]
     shape = " + ".join(f"[{', '.join(map(str, part.shape))}]" for part in spec.parts)
     if spec.kind == "head":
@@ -149,7 +161,7 @@ def _missing_form(group: list[ParameterSpec], rules: RuleTable) -> WaybillError:
             "the config says untied, and the file has no output head",
             where=spec.name,
             expected=f"{spec.name} {shape}, or tie_word_embeddings: true",
-            found="an input embedding and no head",
+            found="an input embedding and no head" if embedded else "neither a head nor an input embedding",
             fix="set tie_word_embeddings to true if the published model ties them; else download the missing shard",
         )
     sources = [source for s in group for source in rules.sources_of(s.name)]
@@ -157,7 +169,7 @@ def _missing_form(group: list[ParameterSpec], rules: RuleTable) -> WaybillError:
         "a weight is missing" if len(group) == 1 else f"{len(group)} weights of one form are missing",
         where=_some(sources),
         expected=f"{shape} ({spec.parts[0].basis})",
-        found="no such tensor in any shard",
+        found=f"no expert {_numbers(range(spec.stack))} in any shard" if spec.stack else "no such tensor in any shard",
         fix="download the checkpoint again, or correct the config field that asks for this weight",
     )
 
@@ -256,7 +268,7 @@ def _experts(
                 "there are more experts than the config says",
                 where=layer,
                 expected=f"experts 0 to {count - 1}: num_experts is {count}",
-                found=f"also expert {_numbers(surplus)}",
+                found=f"also expert {_numbers(surplus)} in {_some(sorted(files))}",
                 fix=f"set num_experts to {max(surplus) + 1} if the model was published with that many",
             )
 
@@ -273,7 +285,11 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 def _unclaimed(
-    left_over: list[WeightRecord], config: ModelConfig, specs: Sequence[ParameterSpec], rules: RuleTable
+    left_over: list[WeightRecord],
+    config: ModelConfig,
+    specs: Sequence[ParameterSpec],
+    rules: RuleTable,
+    checkpoint: Checkpoint,
 ) -> Iterator[WaybillError]:
     """Stored tensors without a place, by form, with the nearest names that do have one."""
     forms: dict[str, list[str]] = defaultdict(list)
@@ -297,7 +313,7 @@ def _unclaimed(
             "a tensor has no place in the model"
             if len(names) == 1
             else f"{len(names)} tensors of one form have no place in the model",
-            where=_some(names),
+            where=_places(names, checkpoint),
             expected="a name of the architecture; nearest: " + (", ".join(near).replace("#", "{i}") or "none"),
             found=found,
             fix=fix,

@@ -68,7 +68,7 @@ def make_plan(
     """
     problems = list(checkpoint.problems)
     config, config_problems, config_notices = (
-        read_model_config(checkpoint.config) if checkpoint.config else (None, [], [])
+        read_model_config(checkpoint.config) if checkpoint.config or not problems else (None, [], [])
     )
     problems += config_problems
     notices = [*checkpoint.notices, *config_notices]
@@ -124,26 +124,28 @@ def route(checkpoint: Checkpoint, source: RuleTable, target: RuleTable) -> Routi
         whole = stored(header)
         destination = source.route(name)
         if isinstance(destination, Split):
-            pieces = _split(name, whole, destination, routing.problems)
+            pieces = _split(name, header.file, whole, destination, routing.problems)
         else:
             pieces = [(destination.target, whole)]
         for module_name, value in pieces:
             place = target.route(module_name)
             if isinstance(place, Place):
-                _put(routing, place, WeightRecord(name, "decoder", FloatWeight(value)))
+                _put(routing, place, WeightRecord(name, "decoder", FloatWeight(value)), checkpoint)
     return routing
 
 
-def _split(name: str, value: LazyTensor, split: Split, problems: list[WaybillError]) -> list[tuple[str, LazyTensor]]:
+def _split(
+    name: str, file: str, value: LazyTensor, split: Split, problems: list[WaybillError]
+) -> list[tuple[str, LazyTensor]]:
     """The pieces a split rule makes of one stored tensor, and their names."""
     members = split.template.members or (None,)
     rank = len(value.shape) - (split.variable is not None)
     length = value.shape[split.axis - rank] if rank > split.axis else 0
-    if length == 0 or length % len(members):
+    if 0 in value.shape or length == 0 or length % len(members):
         problems.append(
             ShapeMismatch(
                 "a bank cannot be taken apart",
-                where=name,
+                where=f"{name} ({file})",
                 expected=f"a stack of matrices whose axis {split.axis} divides into {len(members)}",
                 found=f"{value.dtype}{list(value.shape)}",
                 fix="check that the file belongs to this config",
@@ -165,7 +167,7 @@ def _split(name: str, value: LazyTensor, split: Split, problems: list[WaybillErr
     return pieces
 
 
-def _put(routing: Routing, place: Place, record: WeightRecord) -> None:
+def _put(routing: Routing, place: Place, record: WeightRecord, checkpoint: Checkpoint) -> None:
     slots = routing.slots.setdefault(place.target, {})
     slot = (place.stack or 0, place.member or 0)
     if slot in slots:
@@ -174,7 +176,10 @@ def _put(routing: Routing, place: Place, record: WeightRecord) -> None:
                 "two tensors want the same place",
                 where=place.target,
                 expected="one source",
-                found=f"{slots[slot].source_name} and {record.source_name}",
+                found=" and ".join(
+                    f"{name} ({checkpoint.tensors[name].file})"
+                    for name in (slots[slot].source_name, record.source_name)
+                ),
                 fix="remove one of them from the checkpoint",
             )
         )

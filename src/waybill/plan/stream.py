@@ -254,7 +254,8 @@ def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
 def _non_finite(binding: Binding) -> NonFiniteWeight:
     return NonFiniteWeight(
         "a weight holds NaN or infinity",
-        where=f"{binding.target}, made from {', '.join(binding.sources[:4])}",
+        where=f"{binding.target}, made from {', '.join(binding.sources[:4])} "
+        f"({', '.join(sorted({tile.source.file for tile in binding.value.tiles})[:4])})",
         expected="finite values",
         found="NaN or infinity in the stored bytes",
         fix="download the file again; if it stays so, the published weights are damaged",
