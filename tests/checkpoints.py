@@ -169,3 +169,34 @@ def _decoder(architecture: str, model_type: str, head_dim: int, dtype: Any, over
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = _random(dtype, config["vocab_size"], HIDDEN)
     return Recipe(config, tensors)
+
+
+def lively(recipe: Recipe, seed: int = 0) -> Recipe:
+    """The same recipe with weights at a scale where every layer matters, so that greedy tokens are diverse."""
+    generator = np.random.default_rng(seed)
+    for name, tensor in recipe.tensors.items():
+        noise = generator.standard_normal(tensor.shape)
+        if "norm" in name:
+            noise = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            noise *= 0.2
+        elif "embed_tokens" in name:
+            noise *= 0.3
+        else:
+            noise *= 1.5 / tensor.shape[-1] ** 0.5
+        recipe.tensors[name] = noise.astype(tensor.dtype)
+    return recipe
+
+
+def write_tokenizer(folder: Path, words: int = VOCAB, **settings: Any) -> Path:
+    """A tokenizer.json of the words w0, <s>, w2, w3, …: any other word is w0, <s> is special; `settings` go beside."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{n}": n for n in range(words) if n != 1} | {"<s>": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -18,7 +18,7 @@ WaybillError
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     CastOverflow
     ├── NoTokenizer         BadTemplate        BadRequest        DeviceUnavailable
-    └── BadOption
+    └── BadOption           OtherRankFailed
 """
 
 from __future__ import annotations
@@ -311,6 +311,12 @@ class BadOption(RunError):
     """An option has a value that means nothing: wrong usage, exit code 2."""
 
     code = "bad-option"
+
+
+class OtherRankFailed(RunError):
+    """Another tensor-parallel rank could not load its share; that rank says why."""
+
+    code = "other-rank-failed"
 
 
 class DeviceUnavailable(RunError):

@@ -65,10 +65,11 @@ class RangeReader:
                     descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise self._changed(file, error.strerror or str(error)) from error
-                self._descriptors[file] = descriptor
                 stat = os.fstat(descriptor)
                 if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                    os.close(descriptor)
                     raise self._changed(file, "another size or modification time than when its header was read")
+                self._descriptors[file] = descriptor
         return descriptor
 
     def _changed(self, file: str, found: str) -> FileChanged:

@@ -60,12 +60,14 @@ def generate(
         join_group(device)
         speaks = get_tp_info().is_primary()
         model, tokenizer, bill, encoded, load_seconds = _prepare(
-            checkpoint, prompts, chat, dtype, device, check_finite, speaks
+            checkpoint, prompts, max_new_tokens, chat, dtype, device, check_finite, speaks
         )
-        on_token = _printer(tokenizer, alone=len(prompts) == 1) if speaks and not as_json else _quiet
-        result = _run(model, encoded, max_new_tokens, bill, sampling, on_token)
+        printer = _Printer(tokenizer) if speaks and not as_json and len(prompts) == 1 else None
+        result = _run(model, encoded, max_new_tokens, bill, sampling, printer or _quiet)
         if speaks:
             texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
+            if printer:
+                print(texts[0][printer.written :])  # what was held back for a character that never became whole
             _report(prompts, encoded, texts, result, load_seconds, as_json)
     finally:
         leave_group()
@@ -83,12 +85,21 @@ def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
             ) from None  # fmt: skip
     if not prompts:
         raise typer.BadParameter("give at least one --prompt, or a --prompts-file", param_hint="--prompt")
+    for number, text in enumerate(prompts, 1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(
+                "a prompt is not Unicode text", where=f"prompt {number}", expected="UTF-8", found=str(error),
+                fix="check the terminal's encoding",
+            ) from None  # fmt: skip
     return prompts
 
 
 def _prepare(
     checkpoint: Path,
     prompts: list[str],
+    max_new_tokens: int,
     chat: bool,
     dtype: str | None,
     device: str,
@@ -98,6 +109,7 @@ def _prepare(
     """Everything that can be refused cheaply is, before weights are read."""
     import waybill
     from waybill.engine.distributed import get_tp_info
+    from waybill.engine.generate import check_request
     from waybill.engine.load import load_model
     from waybill.text.chat import render_chat
     from waybill.text.tokenizer import read_tokenizer
@@ -109,10 +121,12 @@ def _prepare(
     texts = [render_chat(checkpoint, [{"role": "user", "content": text}]) for text in prompts] if chat else prompts
     # A rendered template already holds its special tokens.
     encoded = [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+    if bill.config:
+        check_request(bill.config, encoded, max_new_tokens)
     if speaks:
         write_problems((), bill.notices)
     start = time.perf_counter()
-    with _progress(bill.bytes_read, speaks) as advance:
+    with _progress(bill.result_bytes, speaks) as advance:
         model = load_model(checkpoint, device=device, check_finite=check_finite, bill=bill, progress=advance)
     seconds = time.perf_counter() - start
     if speaks:
@@ -161,19 +175,20 @@ def _quiet(_request: int, _token: int) -> None:
     pass
 
 
-def _printer(tokenizer: Tokenizer, *, alone: bool) -> Callable[[int, int], None]:
+class _Printer:
     """Streams the text of a single request; a batch is printed whole at the end."""
-    from waybill.text.tokenizer import TextStream
 
-    if not alone:
-        return _quiet
-    stream = TextStream(tokenizer)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from waybill.text.tokenizer import TextStream
 
-    def on_token(_request: int, token: int) -> None:
-        sys.stdout.write(stream.add(token))
+        self._stream = TextStream(tokenizer)
+        self.written = 0
+
+    def __call__(self, _request: int, token: int) -> None:
+        text = self._stream.add(token)
+        self.written += len(text)
+        sys.stdout.write(text)
         sys.stdout.flush()
-
-    return on_token
 
 
 def _run(
@@ -216,9 +231,7 @@ def _report(
             {**outputs[0], "timings": timings} if len(outputs) == 1 else {"outputs": outputs, "timings": timings}
         )
         return
-    if len(outputs) == 1:
-        print()
-    else:
+    if len(outputs) > 1:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"── {prompt}\n{text}\n")
     speed = timings["decode_tokens_per_second"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from waybill.config import ModelConfig
 from waybill.engine.context import Batch, get_global_ctx
 from waybill.engine.distributed import broadcast, get_tp_info
 from waybill.engine.kvcache import KVCache
@@ -40,7 +41,7 @@ def generate(
     Raises:
         BadRequest: a prompt is empty, holds an unknown token, or would outgrow the model's positions.
     """
-    _check(model, prompts, max_new_tokens)
+    check_request(model.config, prompts, max_new_tokens)
     weight = model.model.embed_tokens.weight
     cache = KVCache(
         model.config,
@@ -86,8 +87,12 @@ def _step(model: CausalLM, batch: Batch, cache: KVCache, sampler: Sampler) -> to
     return broadcast(chosen.to(logits.device)).cpu() if get_tp_info().size > 1 else chosen
 
 
-def _check(model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    config = model.config
+def check_request(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse what cannot be served; needs the config alone.
+
+    Raises:
+        BadRequest: a prompt is empty, holds an unknown token, or would outgrow the model's positions.
+    """
     positions = config.rotary_config.max_position
     found = ""
     if max_new_tokens < 0 or not prompts:
@@ -95,8 +100,8 @@ def _check(model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: in
     for number, prompt in enumerate(prompts):
         if not prompt:
             found = f"prompt {number + 1} has no tokens"
-        elif not all(0 <= token < config.vocab_size for token in prompt):
-            found = f"prompt {number + 1} has token {max(prompt)}, vocab_size is {config.vocab_size}"
+        elif unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
+            found = f"prompt {number + 1} has token {unknown[0]}, vocab_size is {config.vocab_size}"
         elif len(prompt) + max_new_tokens > positions:
             found = f"{len(prompt)} prompt tokens and {max_new_tokens} new ones, of {positions} positions"
     if found:

@@ -17,7 +17,7 @@ from waybill.engine.distributed import all_agree, get_tp_info
 from waybill.engine.layers.rotary import set_rope_device
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
-from waybill.errors import DeviceUnavailable
+from waybill.errors import DeviceUnavailable, OtherRankFailed, WaybillError
 from waybill.plan import Binding, Plan
 from waybill.plan.stream import equals, stream
 from waybill.weights.dtypes import Array
@@ -93,11 +93,24 @@ def load_model(
         model = create_model(config)
     with RangeReader(bill.checkpoint) as reader:
         own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
-        state = dict(_tensors(own, reader, place, check_finite=check_finite, progress=progress))
+        with _together(place):
+            state = dict(_tensors(own, reader, place, check_finite=check_finite, progress=progress))
         model.load_state_dict(state)
         for head in (binding for binding in bill.bindings if binding.tied_to is not None):
-            _settle_tie(model, head, state[EMBEDDING], reader, place)
+            _settle_tie(model, head, state[EMBEDDING], reader, place, check_finite)
     return model
+
+
+@contextmanager
+def _together(device: torch.device) -> Iterator[None]:
+    """What fails on one rank fails on all: no rank waits for one that has left, and the one that knows why says so."""
+    try:
+        yield
+    except WaybillError:
+        all_agree(False, device)
+        raise
+    if not all_agree(True, device):
+        raise OtherRankFailed("another rank refused its share of the weights", fix="see what that rank printed")
 
 
 def _plan(path: Checkpoint | str | Path, dtype: str | None) -> Plan:
@@ -132,24 +145,36 @@ def _bytes_of(tensor: torch.Tensor) -> Array:
     return array
 
 
-def _settle_tie(model: CausalLM, head: Binding, table: torch.Tensor, reader: RangeReader, device: torch.device) -> None:
+def _settle_tie(
+    model: CausalLM,
+    head: Binding,
+    table: torch.Tensor,
+    reader: RangeReader,
+    device: torch.device,
+    check_finite: bool,
+) -> None:
     """A head is stored though the config ties it: share the embedding if the bytes agree on every rank."""
-    if all_agree(equals(head, reader, _bytes_of(table.cpu())), device):
+    with _together(device):
+        same = equals(head, reader, _bytes_of(table.cpu()))
+    if all_agree(same, device):
         return
-    (_, weight), *_ = _tensors((head,), reader, device)
+    with _together(device):
+        (_, weight), *_ = _tensors((head,), reader, device, check_finite=check_finite)
     model.lm_head.untie(weight)
 
 
 def _device(name: str) -> torch.device:
-    tp = get_tp_info()
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise DeviceUnavailable(
-                "the device is not on this machine",
-                where="--device",
-                expected="cpu",
-                found=name,
-                fix="use --device cpu, or install a CUDA build of torch on a machine with a GPU",
-            )
-        return torch.device(f"cuda:{tp.rank % torch.cuda.device_count()}" if name == "cuda" else name)
-    return torch.device(name)
+    """cpu, cuda (this rank's GPU) or cuda:N."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = {"cpu": "cpu"} | {f"cuda:{n}": f"cuda:{n}" for n in range(count)}
+    if count:
+        known["cuda"] = f"cuda:{get_tp_info().rank % count}"
+    if name not in known:
+        raise DeviceUnavailable(
+            "the device is not on this machine",
+            where="--device",
+            expected=" | ".join(known),
+            found=name,
+            fix="use one that is; for a GPU, a CUDA build of torch is needed too",
+        )
+    return torch.device(known[name])

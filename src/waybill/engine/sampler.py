@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from waybill.errors import BadOption
+from waybill.errors import BadOption, NonFiniteWeight
+
+SMALLEST_TEMPERATURE = 1e-30
+"""Below it, float32 knows no difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,14 @@ class Sampling:
                 ("temperature", 0 <= self.temperature < float("inf")),
                 ("top_k", self.top_k >= 0),
                 ("top_p", 0 < self.top_p <= 1),
+                ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64),
             )
             if not good
         ]
         if wrong:
             raise BadOption(
                 "sampling options are out of range",
-                expected="temperature ≥ 0, top-k ≥ 0, 0 < top-p ≤ 1",
+                expected="temperature ≥ 0, top-k ≥ 0, 0 < top-p ≤ 1, a seed of 64 bits",
                 found=", ".join(wrong),
                 fix="choose values in range",
             )
@@ -51,9 +55,19 @@ class Sampler:
     def __call__(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """[B, V] -> [B] token ids, on the CPU."""
         options = self._sampling
+        if logits_BV.isnan().any():
+            raise NonFiniteWeight(
+                "the logits are not numbers",
+                where="lm_head",
+                expected="finite logits",
+                found="NaN",
+                fix="look for damaged weights with --check-finite; in float16, load in bfloat16 or float32",
+            )
         if options.temperature == 0:
             return logits_BV.argmax(dim=-1).cpu()
-        scores = logits_BV.float().cpu() / options.temperature
+        scores = logits_BV.float().cpu()
+        # From the largest down, so that no temperature, however small, makes an infinity of it.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / max(options.temperature, SMALLEST_TEMPERATURE)
         if 0 < options.top_k < scores.shape[-1]:
             least = scores.topk(options.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
@@ -67,4 +81,6 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the smallest set of tokens whose mass reaches top_p (arXiv 1904.09751); the likeliest always stays."""
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    beyond = before >= top_p
+    beyond[:, 0] = False
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(beyond, 0.0))

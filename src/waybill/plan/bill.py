@@ -13,6 +13,7 @@ from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config import ModelConfig
 from waybill.errors import Refused, WaybillError
 from waybill.weights import LazyTensor
+from waybill.weights.ranges import is_direct
 
 CHUNK = 8 << 20
 """Bytes one reader thread handles at a time."""
@@ -68,7 +69,8 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most host memory a load holds at once: the result, a stored head should it differ, and scratch."""
         heads = sum(binding.nbytes for binding in self.bindings if binding.tied_to is not None)
-        staged = heads or any(tile.source.dtype != b.dtype for b in self.bindings for tile in b.value.tiles)
+        tiles = ((tile, b) for b in self.bindings for tile in b.value.tiles)
+        staged = heads or any(t.source.dtype != b.dtype or not is_direct(t, b.shape) for t, b in tiles)
         return self.result_bytes + heads + (2 * THREADS * CHUNK if staged else 0)
 
     @cached_property

@@ -45,13 +45,14 @@ def everything(
     config: ModelConfig,
     specs: Sequence[ParameterSpec],
     slots: Mapping[str, Slots],
+    strangers: list[WeightRecord],
     rules: RuleTable,
 ) -> list[WaybillError]:
     """Compare what is stored with what is needed; an empty list means every binding can be made."""
     if packed := [name for name in checkpoint.tensors if name.endswith(PACKED_ENDINGS)]:
         return [_packed(packed, checkpoint)]
     known = {spec.name: spec for spec in specs}
-    left_over = [slot for name, place in slots.items() if name not in known for slot in place.values()]
+    left_over = strangers + [slot for name, place in slots.items() if name not in known for slot in place.values()]
     missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
     if left_over and missing and (drift := _drift(left_over, specs, rules, checkpoint)):
         return [drift]

@@ -44,6 +44,8 @@ class Routing:
 
     slots: dict[str, Slots] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    strangers: list[WeightRecord] = field(default_factory=list)
+    twice: set[str] = field(default_factory=set)
     problems: list[WaybillError] = field(default_factory=list)
 
 
@@ -79,11 +81,10 @@ def make_plan(
     if config and all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems):
         if obstacles := config.parallel_obstacles(tp):
             problems.append(_illegal(config, tp, obstacles))
-            tp, rank = 1, 0
         routing = route(checkpoint, source_rules(config), target.rules)
         specs = target.parameters(config)
         problems += routing.problems
-        problems += diagnose.everything(checkpoint, config, specs, routing.slots, target.rules)
+        problems += diagnose.everything(checkpoint, config, specs, routing.slots, routing.strangers, target.rules)
         ignored = routing.ignored
         if not problems:
             bindings = [
@@ -129,8 +130,13 @@ def route(checkpoint: Checkpoint, source: RuleTable, target: RuleTable) -> Routi
             pieces = [(destination.target, whole)]
         for module_name, value in pieces:
             place = target.route(module_name)
-            if isinstance(place, Place):
-                _put(routing, place, WeightRecord(name, "decoder", FloatWeight(value)), checkpoint)
+            record = WeightRecord(name, "decoder", FloatWeight(value))
+            if isinstance(place, Split):
+                raise TypeError(f"a target's rules merge, and {place.template.text} would split {module_name}")
+            if target.is_made(module_name):
+                routing.strangers.append(record)
+            else:
+                _put(routing, place, record, checkpoint)
     return routing
 
 
@@ -170,7 +176,8 @@ def _split(
 def _put(routing: Routing, place: Place, record: WeightRecord, checkpoint: Checkpoint) -> None:
     slots = routing.slots.setdefault(place.target, {})
     slot = (place.stack or 0, place.member or 0)
-    if slot in slots:
+    if slot in slots and place.target not in routing.twice:
+        routing.twice.add(place.target)
         routing.problems.append(
             ClaimedTwice(
                 "two tensors want the same place",

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from waybill.errors import CastOverflow, NonFiniteWeight
 from waybill.plan.bill import CHUNK, THREADS, Binding
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
 from waybill.weights.lazy import LazyTensor, Tile
-from waybill.weights.ranges import Layout, layout, read_through, strides
+from waybill.weights.ranges import Layout, is_direct, layout, read_through, strides
 
 SEGMENTS = 256
 """Runs one job reads at most, so that many short runs are shared among the threads too."""
@@ -54,8 +55,13 @@ def stream(
     def finish() -> tuple[Binding, Array]:
         nonlocal ahead
         binding, result, jobs = waiting.popleft()
+        filled = 0
         for job in jobs:
-            progress(job.result())
+            told = job.result()
+            filled += told
+            progress(told)
+        if filled < binding.nbytes:
+            progress(binding.nbytes - filled)  # padding
         ahead -= binding.nbytes
         if check_finite and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
             raise _non_finite(binding)
@@ -121,7 +127,7 @@ def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]
     covered = 0
     for tile in binding.value.tiles:
         covered += math.prod(tile.shape)
-        if tile.source.dtype == binding.dtype and read_through(tile).shape == tile.extent and tile.in_order:
+        if tile.source.dtype == binding.dtype and is_direct(tile, binding.shape):
             direct += _segments(tile, binding)
         else:
             staged.append(tile)
@@ -191,12 +197,12 @@ def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Arra
         shape=loops.extent,
         strides=[stride * target.itemsize for stride in loops.target_strides],
     )
-    axis = next((a for a, n in enumerate(loops.extent) if n > 1), 0)
-    if not loops.extent:
+    axis = next((a for a, n in enumerate(loops.extent) if n > 1), None)
+    if axis is None:
         yield partial(_stage, tile, 0, None, binding, reader, place)
         return
-    row = math.prod(read_through(tile).shape) // loops.extent[axis] if loops.extent[axis] else 1
-    rows = max(CHUNK // max(row * max(target.itemsize, 4), 1), 1)
+    row = math.prod(read_through(tile).shape) // loops.extent[axis]
+    rows = max(CHUNK // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
     for start in range(0, loops.extent[axis], rows):
         stop = min(start + rows, loops.extent[axis])
         yield partial(_stage, tile, axis, (start, stop), binding, reader, place)
@@ -208,17 +214,19 @@ def _stage(
     """Read a block as it lies, cut away what was read through, cast, and put it in its place."""
     wide = read_through(tile)
     start, extent, inner = list(wide.start), list(wide.shape), list(tile.start)
-    index: list[slice] = [slice(None)] * len(extent)
+    index: list[Any] = [slice(None)] * len(extent)
     if rows is not None:
         start[axis] = tile.start[axis] + rows[0]
         inner[axis] = start[axis]
         extent[axis] = rows[1] - rows[0]
         index[axis] = slice(*rows)
     block = _load(tile, tuple(start), tuple(extent), reader)
-    destination = place[tuple(index)]
-    cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True))
+    destination = place[(*index, ...)]
+    cut: tuple[Any, ...] = tuple(
+        slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True)
+    )
     try:
-        destination[...] = cast(block[cut], destination.dtype)
+        destination[...] = cast(block[(*cut, ...)], destination.dtype)
     except OverflowError:
         raise _overflow(tile, binding) from None
     return destination.size * destination.dtype.itemsize

@@ -86,16 +86,16 @@ class RuleTable:
                     self._rows[key] = row
                     if not row.split and not row.target.members:
                         self._merges[row.target.forms()[0]] = row
+        self._deepest = max((path.count(".") + 1 for path in self._under), default=0)
 
     def dropped(self, name: str) -> str | None:
         """Why this name is not needed, or None when it is."""
         if (why := self._drops.get(lift(name)[0])) is not None:
             return why
-        if self._under:
-            segments = name.split(".")
-            for end in range(1, len(segments)):
-                if (why := self._under.get(".".join(segments[:end]))) is not None:
-                    return why
+        segments = name.split(".", self._deepest)
+        for end in range(1, len(segments)):
+            if (why := self._under.get(".".join(segments[:end]))) is not None:
+                return why
         return None
 
     def route(self, name: str) -> Place | Split:
@@ -110,6 +110,11 @@ class RuleTable:
         same_members = row.member if row.target.members else None
         stack = indices[row.stacked] if row.stacked else None
         return Place(row.target.fill(indices, same_members), stack, None if row.target.members else row.member)
+
+    def is_made(self, name: str) -> bool:
+        """Whether this name is one that the rules make from others: nothing may arrive under it."""
+        key, _ = lift(name)
+        return key in self._merges and key not in self._rows
 
     def sources_of(self, target: str, stack: int = 0) -> list[str]:
         """The names that make one target, by member, at one position of its stack."""
@@ -134,7 +139,8 @@ def _compile(rule: Move | Drop) -> Iterable[tuple[str, _Row | str]]:
     both_ways = (stacked or (source.members and not target.members)) and (
         split or (target.members and not source.members)
     )
-    if len(stacked) > 1 or len(split) > 1 or both_ways:
+    renamed = source.members and target.members
+    if len(stacked) > 1 or len(split) > 1 or both_ways or (renamed and len(source.members) != len(target.members)):
         raise ValueError(f"a rule merges or splits, not both: {rule}")
     members = range(len(source.members)) if source.members else (None,)
     row = _Row(source, target, None, stacked[0] if stacked else None, split[0] if split else None, rule.axis)

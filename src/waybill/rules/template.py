@@ -21,6 +21,8 @@ def lift(name: str) -> tuple[str, tuple[int, ...]]:
         if segment.isdecimal() and segment.isascii() and len(segment) < 10 and str(int(segment)) == segment:
             indices.append(int(segment))
             segments[at] = "#"
+        elif "#" in segment:
+            segments[at] = segment.replace("#", "##")
     return ".".join(segments), tuple(indices)
 
 
@@ -38,9 +40,17 @@ class Template:
         holes = _HOLE.findall(text)
         groups = [hole for hole in holes if "|" in hole]
         variables = tuple(hole for hole in holes if "|" not in hole)
-        if len(groups) > 1 or any(f"{{{v}}}" not in text.split(".") for v in variables):
+        members = tuple(groups[0].split("|")) if groups else ()
+        template = cls(text, variables, members)
+        if (
+            len(groups) > 1
+            or len(set(variables)) < len(variables)
+            or any(f"{{{v}}}" not in text.split(".") for v in variables)
+            or any(c in _HOLE.sub("", text) for c in "{}#")
+            or any(lift(form)[1] for form in template.forms())
+        ):
             raise ValueError(f"not a template: {text}")
-        return cls(text, variables, tuple(groups[0].split("|")) if groups else ())
+        return template
 
     def forms(self) -> list[str]:
         """The lifted key of every member, in order; one key when there are no members."""

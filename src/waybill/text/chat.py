@@ -54,7 +54,9 @@ def render_chat(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
-    if file.is_file() and file.stat().st_size <= MAX_TEMPLATE_BYTES:
+    if file.is_file():
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise _bad(folder, "the chat template is too large", f"{file.stat().st_size:,} bytes")
         return file.read_text("utf-8", errors="replace")
     stated = settings.get("chat_template")
     if isinstance(stated, list):  # several, by name

@@ -48,6 +48,7 @@ def render(job: dict[str, Any]) -> str:
     text = template.render(messages=job["messages"], add_generation_prompt=True, **job["tokens"])
     if len(text) > MAX_OUTPUT:
         raise TemplateError(f"it rendered {len(text):,} characters")
+    text.encode()  # lone surrogates are no text
     return text
 
 

@@ -15,6 +15,8 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The float dtypes a weight may have."""
 
+_BY_RANGE = [NUMPY_DTYPES[tag] for tag in ("F16", "BF16", "F32", "F64")]
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -27,7 +29,8 @@ def cast(values: Array, dtype: np.dtype[Any]) -> Array:
         return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         out = values.astype(dtype)
-    if dtype == NUMPY_DTYPES["F16"] and np.isinf(out).any() and not np.array_equal(np.isinf(out), np.isinf(values)):
+    narrower = _BY_RANGE.index(dtype) < _BY_RANGE.index(values.dtype)
+    if narrower and not all_finite(out) and not np.array_equal(np.isinf(out), np.isinf(values)):
         raise OverflowError
     return out
 

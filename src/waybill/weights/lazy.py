@@ -99,6 +99,8 @@ class LazyTensor(NamedTuple):
 
     def pad(self, axis: int, length: int) -> LazyTensor:
         """Append zeros until `axis` has `length` positions."""
+        if length < self.shape[axis]:
+            raise ValueError(f"pad axis {axis} of {self.shape} to {length}")
         return LazyTensor(self.dtype, _replace(self.shape, axis, length), self.tiles)
 
 

@@ -89,6 +89,14 @@ def read_through(tile: Tile) -> Tile:
     return Tile(tile.source, (0,) * len(shape), extent, tuple(range(len(shape))), tuple(start))
 
 
+def is_direct(tile: Tile, result_shape: tuple[int, ...]) -> bool:
+    """Whether `tile` can be read straight into a result of its own dtype, in runs long enough to be worth a call."""
+    loops = layout(tile, result_shape)
+    length, outer = loops.run
+    long_enough = length * (DTYPE_BITS[tile.source.dtype] // 8) >= SHORTEST_RUN
+    return tile.in_order and (long_enough or math.prod(loops.extent[:outer]) == 1)
+
+
 def bytes_read(value: LazyTensor) -> int:
     """Bytes the file system is asked for to make `value`, gaps read through included."""
     return sum(math.prod(read_through(tile).shape) * (DTYPE_BITS[tile.source.dtype] // 8) for tile in value.tiles)

@@ -1,0 +1,110 @@
+"""One measurement is one fresh process; a comparison takes its contestants in turn, so that drift hits all alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+THREADS = 2
+MIB = 1 << 20
+
+Sample = dict[str, Any]
+"""What one run measured, by name."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `ratio` and `reach` are text; `met` says whether the one is within the other."""
+
+    measure: str
+    measured: str
+    peers: str
+    ratio: str
+    reach: str
+    met: bool | None
+    limit: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns, in order."""
+        met = {True: "yes", False: "**no**", None: ""}[self.met]
+        return self.measure, self.measured, self.peers, self.ratio, self.reach, met, self.limit
+
+
+class Runs(NamedTuple):
+    """All samples of one contestant."""
+
+    samples: list[Sample]
+
+    def median(self, name: str = "seconds") -> float:
+        """The middle one."""
+        return statistics.median(sample[name] for sample in self.samples)
+
+    def text(self, unit: str = "s", name: str = "seconds", digits: int = 2) -> str:
+        """Median, least and most."""
+        values = [sample[name] for sample in self.samples]
+        return f"{self.median(name):.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def process(*arguments: str) -> Sample:
+    """Run Python with these arguments; the whole process's wall time, peak resident bytes, and output.
+
+    This process stays small and without torch: on Linux a child's peak starts at what its parent had used.
+    """
+    start = time.perf_counter()
+    child = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE)
+    output = child.stdout.read() if child.stdout else b""
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - start
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode != 0:
+        raise RuntimeError(f"python {' '.join(arguments)} ended with {child.returncode}")
+    return {"seconds": seconds, "peak": usage.ru_maxrss << 10, "output": output.decode()}
+
+
+def child(module: str, *arguments: str) -> Sample:
+    """Run `benchmarks.<module>` and take the sample it reports from inside."""
+    return dict(json.loads(process("-m", f"benchmarks.{module}", *arguments)["output"].splitlines()[-1]))
+
+
+def report(sample: Sample) -> None:
+    """The last thing a child does."""
+    print(json.dumps(sample), flush=True)
+
+
+def in_turn(contestants: Mapping[str, Callable[[], Sample]], runs: int) -> dict[str, Runs]:
+    """A B C, A B C, …"""
+    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+    for _ in range(runs):
+        for name, run in contestants.items():
+            samples[name].append(run())
+    return {name: Runs(taken) for name, taken in samples.items()}
+
+
+def warm(file: Path) -> None:
+    """Read a file once, so that every contestant finds it in the page cache."""
+    with file.open("rb", buffering=0) as stream:
+        while stream.read(8 * MIB):
+            pass
+
+
+def resident(field: str) -> int:
+    """Bytes of this process by /proc/self/status: VmRSS now, VmHWM at most so far."""
+    for line in Path("/proc/self/status").read_text("ascii").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise KeyError(field)
+
+
+def _environment() -> dict[str, str]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(THREADS))
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {**os.environ, **threads, **quiet}

@@ -1,0 +1,10 @@
+"""How close is equal: the one place parity tests take their tolerances from."""
+
+LOGITS_FLOAT32 = 1e-4
+"""Absolute. Kernels add in another order, a dozen tiny layers deep; a wrong weight moves a logit by 0.1 and more."""
+
+LOGITS_FLOAT32_RANKS = 1e-4
+"""Absolute. A sum over ranks is the same sum in another order."""
+
+LOGITS_FLOAT32_REAL_MODEL = 1e-3
+"""Absolute. Thirty layers, and logits around 20."""
