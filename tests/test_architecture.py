@@ -24,15 +24,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors"},
     "config": {"errors"},
     "weights": {"checkpoint"},
+    "codecs": {"checkpoint", "config", "errors", "weights"},
     "rules": set(),
     "rules/tables": {"config", "rules"},
-    "plan": {"checkpoint", "config", "errors", "rules", "weights"},
+    "plan": {"checkpoint", "codecs", "config", "errors", "rules", "weights"},
     "text": {"checkpoint", "errors"},
     "engine/blueprint": {"config", "plan", "rules"},
-    "engine": {"config", "engine/blueprint", "engine/load", "errors"},
+    "engine": {"config", "engine/blueprint", "engine/load", "errors", "plan"},
     "engine/load": {"api", "checkpoint", "engine", "engine/blueprint", "errors", "plan", "weights"},
-    "api": {"checkpoint", "config", "engine", "engine/blueprint", "engine/load", "errors", "plan", "rules/tables"},
-    "overview": {"api", "checkpoint", "config", "engine/blueprint", "errors"},
+    "api": {
+        "checkpoint",
+        "codecs",
+        "config",
+        "engine",
+        "engine/blueprint",
+        "engine/load",
+        "errors",
+        "plan",
+        "rules/tables",
+        "weights",
+    },
+    "overview": {"api", "checkpoint", "config", "engine/blueprint", "errors", "plan"},
     "waybill": {"api", "errors"},
     "cli": {"checkpoint", "engine", "engine/load", "errors", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},
@@ -50,8 +62,8 @@ NEVER = {
     "safetensors": "the header is judged before a byte is trusted, by our own reader",
 }
 HOMELESS = {"utils", "util", "common", "helpers", "misc"}
-# Rope scaling types carry the name of the model they came with; they are values of `rope_type`, not models.
-ROPE_TYPE = re.compile("llama3")
+# Values that carry the name of a model: a rope scaling type, and a kernel a packing format is named after.
+ROPE_TYPE = re.compile("llama3|exllama")
 MODEL_NAME = re.compile("llama|qwen", re.IGNORECASE)
 KNOWS_MODELS = ("config/architectures.py", "rules/tables/", "engine/blueprint.py")
 

@@ -1,19 +1,27 @@
-"""The three calls most users need: open, plan, load."""
+"""The calls most users need: open, plan, load; and records, for tools."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from waybill.checkpoint import Checkpoint, read_checkpoint
+from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
+from waybill.codecs.grouping import group_records
 from waybill.config.model import DTYPE_TAGS
+from waybill.config.producers import read_quantization
 from waybill.errors import BadOption, Refused
 from waybill.plan import Plan, make_plan
-from waybill.plan.planner import Target
-from waybill.rules.tables.decoder import decoder_source_rules
+from waybill.plan.planner import Family, Target
+from waybill.rules.tables.decoder import decoder_module_kind, decoder_source_rules
+from waybill.weights import WeightRecord
 
 if TYPE_CHECKING:
     from waybill.engine.models.decoder import CausalLM
+    from waybill.weights.dtypes import Array
+
+
+DECODER = Family(decoder_source_rules, decoder_module_kind)
 
 
 def open(path: str | Path) -> Checkpoint:
@@ -60,11 +68,45 @@ def plan(
     return make_plan(
         checkpoint,
         target=_target(target),
-        source_rules=decoder_source_rules,
+        family=DECODER,
         tp=tp,
         rank=rank,
         dtype=dtype_tag(dtype) if dtype is not None else None,
     )
+
+
+def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
+    """Every logical weight of a checkpoint, component by component, lazily: no weight byte is read.
+
+    Raises:
+        Refused: a file is broken, the metadata contradicts itself or the tensors, or a packed weight is not whole.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open(checkpoint)
+    problems = list(checkpoint.problems)
+    manifest = read_quantization(checkpoint.config, checkpoint.side_files, problems)
+    found = group_records(checkpoint, manifest, DECODER.kind_of, problems)
+    if problems:
+        raise Refused(problems)
+    yield from found
+
+
+def dequantize(record: WeightRecord) -> Array:
+    """A record's values as a float32 array: float32(code - zero) · float32(scale), or the float weight itself.
+
+    For tests and tools. No loader calls it: packed weights stay packed.
+    """
+    from waybill.plan.stream import materialize
+    from waybill.weights.affine import AffinePackedWeight
+    from waybill.weights.dequantize import dequantize_arrays
+
+    weight = record.storage
+    with RangeReader(record.origin) as reader:
+        parts = {role: materialize(value, reader) for role, value in weight.parts.items()}
+    if isinstance(weight, AffinePackedWeight):
+        zeros = parts.get("zero_points")
+        return dequantize_arrays(parts["codes"], parts["scales"], zeros, weight.layout.bits, weight.in_features)
+    return parts["weight"].astype("float32")
 
 
 def load(

@@ -9,14 +9,16 @@ WaybillError
 │   └── DuplicateTensor     MissingTensor      FileChanged
 ├── ConfigError             what config.json says
 │   ├── BadConfig           ConfigConflict     UnsupportedFeature
-│   └── UnsupportedArchitecture  UnsupportedRope  UnsupportedQuantization
+│   ├── UnsupportedArchitecture  UnsupportedRope  UnsupportedQuantization
+│   └── BadPattern          ActOrder
 ├── PlanError               headers against what the target needs
 │   ├── MissingWeight       MissingHead        IncompleteMerge
 │   ├── UnclaimedWeight     ClaimedTwice       PrefixDrift
 │   ├── ShapeMismatch       VocabMismatch      DtypeMismatch
+│   ├── IncompleteWeight    PackingMismatch
 │   └── ExpertMismatch      IllegalParallelism
 └── RunError                found while bytes move or tokens are made
-    ├── NonFiniteWeight     CastOverflow
+    ├── NonFiniteWeight     ZeroPointMismatch  BadScales         CastOverflow
     ├── NoTokenizer         BadTemplate        BadRequest        DeviceUnavailable
     └── BadOption           OtherRankFailed
 """
@@ -203,6 +205,18 @@ class UnsupportedQuantization(ConfigError):
     code = "unsupported-quantization"
 
 
+class BadPattern(ConfigError):
+    """A pattern of the quantization metadata cannot be compiled."""
+
+    code = "bad-pattern"
+
+
+class ActOrder(ConfigError):
+    """The groups of a packed weight are permuted (desc_act), which is not supported."""
+
+    code = "act-order"
+
+
 class PlanError(WaybillError):
     """Headers and target do not add up."""
 
@@ -261,6 +275,18 @@ class DtypeMismatch(PlanError):
     code = "dtype-mismatch"
 
 
+class IncompleteWeight(PlanError):
+    """A packed weight lacks one of its sidecars."""
+
+    code = "incomplete-weight"
+
+
+class PackingMismatch(PlanError):
+    """Sidecars on disk and quantization metadata contradict each other."""
+
+    code = "packing-mismatch"
+
+
 class ExpertMismatch(PlanError):
     """Experts are missing, or there are more than the config says."""
 
@@ -281,6 +307,18 @@ class NonFiniteWeight(RunError):
     """A weight holds NaN or infinity (checked on request)."""
 
     code = "non-finite-weight"
+
+
+class ZeroPointMismatch(RunError):
+    """A weight that the metadata calls symmetric is not."""
+
+    code = "zero-point-mismatch"
+
+
+class BadScales(RunError):
+    """The scales of a packed weight are not finite, or those of a whole group are zero."""
+
+    code = "bad-scales"
 
 
 class CastOverflow(RunError):

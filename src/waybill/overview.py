@@ -12,26 +12,43 @@ from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config import ModelConfig
 from waybill.engine.blueprint import HEAD
-from waybill.errors import WaybillError
+from waybill.errors import PackingMismatch
+from waybill.plan import Plan
 
 Size = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentLayout:
+    """One packed component: the stated layout, modules by effective layout, and how many each pattern matches."""
+
+    stated: str
+    groups: dict[str, list[str]]
+    patterns: list[tuple[str, str, int]]
+    agrees: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "stated": self.stated,
+            "groups": [{"layout": form, "modules": modules} for form, modules in self.groups.items()],
+            "patterns": [{"list": w, "pattern": p, "matches": n} for w, p, n in self.patterns],
+            "agrees": self.agrees,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What headers and config say about a checkpoint."""
 
-    checkpoint: Checkpoint
-    config: ModelConfig | None
+    bill: Plan
     tie: str
-    dtype: str
-    problems: tuple[WaybillError, ...]
-    notices: tuple[str, ...]
+    quantization: dict[str, ComponentLayout]
 
     @property
-    def parameters(self) -> int:
-        """Stored elements."""
-        return sum(t.nbytes * 8 // DTYPE_BITS[t.dtype] for t in self.checkpoint.tensors.values())
+    def checkpoint(self) -> Checkpoint:
+        """What was read."""
+        return self.bill.checkpoint
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -43,12 +60,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        config = self.config
+        config = self.bill.config
         shards = [{"name": s.name, "bytes": s.size, "tensors": s.tensors} for s in self.checkpoint.shards]
         report: dict[str, Any] = {
             "path": str(self.checkpoint.root),
             "architecture": config.architectures[0] if config else None,
-            "parameters": self.parameters,
+            "parameters": self.bill.parameters,
             "bytes": self.checkpoint.nbytes,
             "bytes_by_dtype": self.bytes_by_dtype,
             "tensors": len(self.checkpoint.tensors),
@@ -71,17 +88,18 @@ class Report:
                 "moe_intermediate_size": config.moe_intermediate_size,
                 "max_position_embeddings": rotary.max_position,
                 "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
-                "dtype": self.dtype,
-                "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[self.dtype] // 8),
+                "dtype": self.bill.dtype,
+                "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8),
                 "legal_tp": list(config.legal_tp_sizes()),
             }
-        report["problems"] = [problem.as_dict() for problem in self.problems]
-        report["notices"] = list(self.notices)
+        report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
+        report["problems"] = [problem.as_dict() for problem in self.bill.problems]
+        report["notices"] = list(self.bill.notices)
         return report
 
     def rows(self, size: Size) -> Iterator[tuple[str, str]]:
         """Label and value, for people."""
-        config, stored = self.config, self.checkpoint
+        config, stored = self.bill.config, self.checkpoint
         if config:
             yield "architecture", f"{config.architectures[0]}, {config.num_layers} layers"
             kv = f"{config.num_kv_heads} key-value heads"
@@ -97,7 +115,7 @@ class Report:
             yield "rope", f"base {rotary.base:g}{scaling}, {rotary.max_position} positions"
         yield (
             "weights",
-            f"{self.parameters:,} parameters, {size(stored.nbytes)} in {len(stored.tensors)} tensors",
+            f"{self.bill.parameters:,} parameters, {size(stored.nbytes)} in {len(stored.tensors)} tensors",
         )
         yield "dtypes", ", ".join(f"{dtype} {size(n)}" for dtype, n in self.bytes_by_dtype.items()) or "none"
         yield (
@@ -106,9 +124,15 @@ class Report:
             + (f" and {len(stored.shards) - 3} more" if len(stored.shards) > 3 else ""),
         )
         yield "head", _TIES[self.tie]
+        for name, layout in self.quantization.items():
+            yield "packed", f"{name}: {layout.stated}; disk and metadata {'agree' if layout.agrees else 'disagree'}"
+            for form, modules in layout.groups.items():
+                yield "", f"{len(modules)} × {form}" + (f": {', '.join(modules)}" if len(modules) <= 3 else "")
+            for where, pattern, hits in layout.patterns:
+                yield "", f"{where} {pattern!r}: {hits} modules" + ("" if hits else ", is it spelled right?")
         if config:
-            per_token = config.kv_cache_bytes_per_token(DTYPE_BITS[self.dtype] // 8)
-            yield "KV cache", f"{per_token:,} bytes a token in {self.dtype}"
+            per_token = config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
+            yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"
             yield "legal TP", ", ".join(map(str, config.legal_tp_sizes()))
 
 
@@ -128,13 +152,40 @@ _TIES = {
 def describe(checkpoint: Checkpoint) -> Report:
     """Everything `inspect` shows; the problems are those of a plan for one rank."""
     bill = plan(checkpoint)
-    return Report(checkpoint, bill.config, _tie(checkpoint, bill.config), bill.dtype, bill.problems, bill.notices)
+    return Report(bill, _tie(checkpoint, bill.config), _quantization(bill))
+
+
+def _quantization(bill: Plan) -> dict[str, ComponentLayout]:
+    """What each packed component is, by what lies on disk, beside what its metadata says."""
+    layouts = {}
+    packed = {name.removesuffix(".weight"): packing for name, packing in bill.packings.items()}
+    plain = [
+        name.removesuffix(".weight")
+        for name, t in bill.checkpoint.tensors.items()
+        if name.endswith(".weight") and len(t.shape) > 1
+    ]
+    for name, plan_ in bill.manifest.plans.items():
+        groups: dict[str, list[str]] = {}
+        for module, packing in packed.items():
+            groups.setdefault(f"{packing.bits}-bit, group {packing.group}", []).append(module)
+        if plain:
+            groups["float"] = plain
+        names = [*packed, *plain]
+        patterns = [
+            (where, pattern, sum(at in matcher.matches(module) for module in names))
+            for where, matcher in plan_.patterns()
+            for at, pattern in enumerate(matcher.patterns)
+        ]
+        agrees = not any(isinstance(problem, PackingMismatch) for problem in bill.problems)
+        layouts[name] = ComponentLayout(str(plan_.layout), groups, patterns, agrees)
+    return layouts
 
 
 def _tie(checkpoint: Checkpoint, config: ModelConfig | None) -> str:
     if config is None:
         return "unknown"
-    stored = HEAD in checkpoint.tensors
+    stem = HEAD.removesuffix("weight")
+    stored = any(name.startswith(stem) for name in checkpoint.tensors)
     if config.tie_word_embeddings:
         return "stored" if stored else "shared"
     return "distinct" if stored else "absent"

@@ -172,7 +172,7 @@ BROKEN: dict[str, tuple[Callable[[], Recipe], Callable[[Recipe, Path], None], st
     "unsupported-feature": (llama, alter({"hidden_act": "gelu"}), "gelu"),
     "unsupported-architecture": (llama, alter({"architectures": ["BertModel"]}), "BertModel"),
     "unsupported-rope": (llama, alter({"rope_scaling": {"type": "magic"}}), "magic"),
-    "unsupported-quantization": (llama, alter({"quantization_config": {"quant_method": "awq"}}), "awq"),
+    "unsupported-quantization": (llama, alter({"quantization_config": {"quant_method": "hqq"}}), "hqq"),
     "missing-weight": (llama, alter(lose=NORM), NORM),
     "missing-head": (llama, alter(lose="lm_head"), "lm_head.weight"),
     "incomplete-merge": (qwen2, alter(lose="1.self_attn.k_proj.bias"), "model.layers.1.self_attn.k_proj.bias"),

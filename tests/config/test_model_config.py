@@ -263,14 +263,6 @@ def test_windows_that_no_layer_uses_are_accepted(family: str, changes: dict[str,
     assert model(family, **changes).num_layers == 2
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "component_quantization"])
-def test_a_quantized_checkpoint_is_refused_with_its_method(key: str) -> None:
-    found = problem("llama", **{key: {"quant_method": "gptq", "bits": 4}})
-    assert found.code == "unsupported-quantization"
-    assert "gptq" in found.found
-    assert key in found.where
-
-
 # Architectures
 
 

@@ -15,6 +15,7 @@ from checkpoints import Array, Recipe, llama, qwen2, qwen3, qwen3_moe
 from waybill.checkpoint import RangeReader, read_checkpoint
 from waybill.engine.blueprint import engine_parameters
 from waybill.plan import Binding, ParameterSpec, Part, Plan, Shard, Target, make_plan
+from waybill.plan.planner import Family
 from waybill.plan.stream import stream
 from waybill.rules import Move, RuleTable
 
@@ -196,9 +197,15 @@ def planned(spec: ParameterSpec, folder: Path, rank: int, tp: int) -> Plan:
     members = "{" + "|".join(f"m{n}" for n in range(len(spec.parts))) + "}" if len(spec.parts) > 1 else "m0"
     source = f"t.{{e}}.{members}" if spec.stack else f"t.{{i}}.{members}"
     name = spec.name if spec.stack else "t.{i}"
-    target = Target("test", RuleTable([Move(source, name, spec.axis)]), lambda _: [spec])
+    plain = Family(lambda _: RuleTable(()), lambda _: "linear")
+    target = Target("test", RuleTable([Move(source, name, spec.axis)]), lambda _config, _packings: [spec])
     plan = make_plan(
-        read_checkpoint(folder), target=target, source_rules=lambda _: RuleTable(()), tp=tp, rank=rank, dtype="F32"
+        read_checkpoint(folder),
+        target=target,
+        family=plain,
+        tp=tp,
+        rank=rank,
+        dtype="F32",
     )
     plan.require_clean()
     return plan

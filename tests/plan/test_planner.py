@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import waybill
 from checkpoints import BF16, Array, Recipe, llama, qwen2, qwen3, qwen3_moe
+from waybill.api import DECODER
 from waybill.checkpoint import RangeReader, read_checkpoint
 from waybill.engine.blueprint import TORCH
 from waybill.plan import Plan, make_plan
 from waybill.plan.bill import CHUNK, THREADS
 from waybill.plan.stream import stream
 from waybill.rules import RuleTable
-from waybill.rules.tables.decoder import decoder_source_rules
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "llama": llama,
@@ -93,9 +93,9 @@ def test_a_bank_beside_its_own_experts_is_claimed_twice(tmp_path: Path) -> None:
     plan = waybill.plan(recipe.write(tmp_path))
     assert codes(plan) == {"claimed-twice"}
     assert plan.bindings == ()
-    problem = next(p for p in plan.problems if p.where == f"{LAYER}.mlp.experts.down_proj")
-    assert f"{LAYER}.mlp.experts.0.down_proj.weight" in problem.found
-    assert f"{LAYER}.mlp.experts.down_proj" in problem.found
+    problem = next(p for p in plan.problems if p.where == f"{LAYER}.mlp.experts.0.down_proj.weight")
+    assert f"{LAYER}.mlp.experts.0.down_proj.weight (model.safetensors)" in problem.found
+    assert f"{LAYER}.mlp.experts.down_proj (model.safetensors)" in problem.found
 
 
 def test_a_bank_that_is_stored_twice_over_is_one_problem_a_bank(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_tied_head_that_is_stored_again_is_compared_and_counted_in_the_peak(tm
 
 def test_a_name_that_a_source_rule_does_not_know_is_refused_by_any_target(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(extra("stranger.weight").write(tmp_path))
-    nothing = TORCH._replace(rules=RuleTable(()), parameters=lambda _: [])
-    plan = make_plan(checkpoint, target=nothing, source_rules=decoder_source_rules)
+    nothing = TORCH._replace(rules=RuleTable(()), parameters=lambda _config, _packings: [])
+    plan = make_plan(checkpoint, target=nothing, family=DECODER)
     assert codes(plan) == {"unclaimed-weight"}
     assert sum(p.where.count("stranger.weight") for p in plan.problems) == 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
-TAGS = tuple(NUMPY_DTYPES)
+TAGS = ("F64", "F32", "F16", "BF16")
 
 
 def bits_of_bfloat16(value: float) -> int:
@@ -29,7 +29,8 @@ def of(tag: str, *values: float) -> Array:
 
 
 def test_the_tags_name_the_dtypes_safetensors_means() -> None:
-    assert {tag: dtype.itemsize for tag, dtype in NUMPY_DTYPES.items()} == {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4}
+    assert {tag: dtype.itemsize for tag, dtype in NUMPY_DTYPES.items()} == sizes
     assert float(ml_dtypes.finfo(NUMPY_DTYPES["BF16"]).max) > 3e38
 
 

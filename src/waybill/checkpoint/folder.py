@@ -22,6 +22,8 @@ from waybill.errors import (
 )
 
 INDEX_NAME = "model.safetensors.index.json"
+SIDE_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Where older quantizers state their metadata, and some newer ones repeat it."""
 FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 """Weight files of other formats, named when there is nothing we can read."""
 
@@ -45,6 +47,8 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, TensorHeader]
     shards: tuple[Shard, ...]
+    side_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Quantization metadata that lies beside config.json."""
     problems: tuple[WaybillError, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -75,6 +79,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     config = _json(root / "config.json", findings)
     generation = root / "generation_config.json"
     generation_config = _json(generation, findings) if generation.exists() else {}
+    side_files = {name: _json(root / name, findings) for name in SIDE_FILES if (root / name).exists()}
     names, promised = _weight_files(root, findings)
     tensors, shards = _read_shards(root, names, findings)
     if promised is not None:
@@ -85,6 +90,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         generation_config,
         tensors,
         tuple(shards),
+        side_files,
         tuple(findings.problems),
         tuple(findings.notices),
     )

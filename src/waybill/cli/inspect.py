@@ -26,6 +26,6 @@ def inspect(
         write_json(report.as_dict())
     else:
         write_table(report.rows(size))
-        write_problems(report.problems, report.notices)
-    if report.problems:
+        write_problems(report.bill.problems, report.bill.notices)
+    if report.bill.problems:
         raise typer.Exit(1)

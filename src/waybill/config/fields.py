@@ -53,10 +53,11 @@ class Fields:
         )
         return float(value)
 
-    def boolean(self, key: str) -> bool:
-        """True or false; absent without a default is false."""
+    def boolean(self, key: str, *, required: bool = False) -> bool:
+        """True or false; absent without a default is false, unless it is required."""
         value = self._value(key)
-        return bool(self._check(key, False if value is None else value, lambda v: type(v) is bool, False, "a boolean"))
+        value = False if value is None and not required else value
+        return bool(self._check(key, value, lambda v: type(v) is bool, False, "a boolean"))
 
     def text(self, key: str) -> str:
         """A string."""
@@ -73,6 +74,17 @@ class Fields:
             "a list of layer numbers",
         )
         return tuple(value)
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings; absent is empty."""
+        value = self._value(key)
+        good = lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v)  # noqa: E731
+        return tuple(self._check(key, [] if value is None else value, good, [], "a list of strings"))
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object; absent is empty."""
+        value = self._value(key)
+        return dict(self._check(key, {} if value is None else value, lambda v: isinstance(v, Mapping), {}, "an object"))
 
     def _value(self, key: str, alias: str | None = None) -> Any:
         stated = {k: self.raw[k] for k in (key, alias) if k is not None and self.raw.get(k) is not None}

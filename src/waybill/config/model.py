@@ -16,7 +16,6 @@ from waybill.errors import (
     Refused,
     UnsupportedArchitecture,
     UnsupportedFeature,
-    UnsupportedQuantization,
     WaybillError,
 )
 
@@ -137,7 +136,6 @@ def read_model_config(
     architecture = _architecture(raw, where, problems)
     if architecture is None:
         return None, problems, notices
-    _refuse_quantization(raw, where, problems)
     fields = Fields(raw, architecture.defaults, problems, where)
     notices += [
         f"{where} states no {key}; the class default {architecture.defaults[key]} is used"
@@ -186,23 +184,6 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
     return None
 
 
-def _refuse_quantization(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> None:
-    for key in ("quantization_config", "component_quantization"):
-        block = raw.get(key)
-        if not block:
-            continue
-        method = block.get("quant_method") if isinstance(block, Mapping) else None
-        problems.append(
-            UnsupportedQuantization(
-                "the checkpoint is quantized",
-                where=f"{where}: {key}",
-                expected="float weights",
-                found=f"quant_method {method!r}" if method else str(block)[:160],
-                fix="use the float checkpoint this one was made from",
-            )
-        )
-
-
 def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> ModelConfig:
     heads = fields.integer("num_attention_heads", high=LARGEST_COUNT)
     hidden = fields.integer("hidden_size")
@@ -223,7 +204,7 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         rms_norm_eps=fields.number("rms_norm_eps"),
         rotary_config=read_rotary(fields, head_dim, notices),
         hidden_act=fields.text("hidden_act"),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings") or _tied_by_quantizer(fields.raw),
         attention_bias=config_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         model_type=architecture.model_type,
         architectures=[architecture.name],
@@ -241,6 +222,12 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         if fields.stated("num_nextn_predict_layers")
         else 0,
     )
+
+
+def _tied_by_quantizer(raw: Mapping[str, Any]) -> bool:
+    """Olive ties the packed table in its own metadata and unsets the flag at the top."""
+    block = raw.get("quantization_config")
+    return isinstance(block, Mapping) and block.get("tie_word_embeddings") is True
 
 
 def _dtype(fields: Fields, notices: list[str]) -> str | None:

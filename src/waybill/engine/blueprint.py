@@ -6,10 +6,12 @@ output: q, k, v and gate, up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from waybill.config import ModelConfig
-from waybill.plan.parameter import Kind, ParameterSpec, Part, Shard
+from waybill.plan.parameter import Kind, Packing, ParameterSpec, Part, Shard
 from waybill.plan.planner import Target
 from waybill.rules import Move, RuleTable
 
@@ -30,85 +32,116 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-def engine_parameters(config: ModelConfig) -> list[ParameterSpec]:
-    """Every parameter of the decoder, in the order of the model's state dict."""
-    specs = [_table(EMBEDDING, "embedding", config)]
-    for layer in range(config.num_layers):
-        specs += _layer(f"model.layers.{layer}", layer, config)
-    specs.append(_vector("model.norm.weight", config.hidden_size, "hidden_size"))
-    specs.append(_table(HEAD, "head", config, tied_to=EMBEDDING if config.tie_word_embeddings else None))
-    return specs
+def engine_parameters(
+    config: ModelConfig, packings: Mapping[str, Packing] = MappingProxyType({})
+) -> list[ParameterSpec]:
+    """Every parameter of the decoder, in the order of the model's state dict.
+
+    Args:
+        config: the model.
+        packings: how each packed weight lies on disk, by module weight name; the others are float. Projections that
+            are packed differently are not merged.
+    """
+    return list(_Blueprint(config, packings).parameters())
 
 
 TORCH = Target("torch", ENGINE_RULES, engine_parameters)
 
 
-def _layer(path: str, layer: int, config: ModelConfig) -> Iterator[ParameterSpec]:
-    yield _vector(f"{path}.input_layernorm.weight", config.hidden_size, "hidden_size")
-    yield from _attention(f"{path}.self_attn", config)
-    yield _vector(f"{path}.post_attention_layernorm.weight", config.hidden_size, "hidden_size")
-    if config.is_moe_layer(layer):
-        yield from _experts(f"{path}.mlp", config)
-    else:
-        yield from _mlp(f"{path}.mlp", config)
+@dataclass(frozen=True, slots=True)
+class _Blueprint:
+    config: ModelConfig
+    packings: Mapping[str, Packing]
 
+    def parameters(self) -> Iterator[ParameterSpec]:
+        config = self.config
+        yield self._table(EMBEDDING, "embedding")
+        for layer in range(config.num_layers):
+            path = f"model.layers.{layer}"
+            yield self._vector(f"{path}.input_layernorm.weight", config.hidden_size, "hidden_size")
+            yield from self._attention(f"{path}.self_attn")
+            yield self._vector(f"{path}.post_attention_layernorm.weight", config.hidden_size, "hidden_size")
+            yield from self._experts(f"{path}.mlp") if config.is_moe_layer(layer) else self._mlp(f"{path}.mlp")
+        yield self._vector("model.norm.weight", config.hidden_size, "hidden_size")
+        yield self._table(HEAD, "head", tied_to=EMBEDDING if config.tie_word_embeddings else None)
 
-def _attention(path: str, config: ModelConfig) -> Iterator[ParameterSpec]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    counts = {"num_attention_heads": config.num_qo_heads, "num_key_value_heads": config.num_kv_heads}
-    members = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+    def _attention(self, path: str) -> Iterator[ParameterSpec]:
+        config = self.config
+        hidden, head_dim = config.hidden_size, config.head_dim
+        counts = {"num_attention_heads": config.num_qo_heads, "num_key_value_heads": config.num_kv_heads}
+        fields = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
 
-    def part(field: str, columns: tuple[int, ...]) -> Part:
-        heads = counts[field]
-        basis = f"{field} {heads} × head_dim {head_dim}" + (f", hidden_size {hidden}" if columns else "")
-        return Part((heads * head_dim, *columns), Shard(0, groups=heads), basis)
+        def part(field: str, columns: tuple[int, ...]) -> Part:
+            heads = counts[field]
+            basis = f"{field} {heads} × head_dim {head_dim}" + (f", hidden_size {hidden}" if columns else "")
+            return Part((heads * head_dim, *columns), Shard(0, groups=heads), basis)
 
-    yield _spec(f"{path}.qkv_proj.weight", "linear", *(part(field, (hidden,)) for field in members))
-    if config.attention_bias:
-        yield _spec(f"{path}.qkv_proj.bias", "vector", *(part(field, ()) for field in members))
-    basis = f"hidden_size {hidden}, num_attention_heads {config.num_qo_heads} × head_dim {head_dim}"
-    yield _spec(f"{path}.o_proj.weight", "linear", Part((hidden, config.num_qo_heads * head_dim), Shard(1), basis))
-    if config.attention_output_bias:
-        yield _vector(f"{path}.o_proj.bias", hidden, "hidden_size")
-    if config.qk_norm:
-        yield _vector(f"{path}.q_norm.weight", head_dim, "head_dim")
-        yield _vector(f"{path}.k_norm.weight", head_dim, "head_dim")
+        weights = {f"{path}.{member}_proj": part(field, (hidden,)) for member, field in fields.items()}
+        biases = {f"{path}.{member}_proj": part(field, ()) for member, field in fields.items()}
+        yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None)
+        basis = f"hidden_size {hidden}, num_attention_heads {config.num_qo_heads} × head_dim {head_dim}"
+        yield self._linear(f"{path}.o_proj", Part((hidden, config.num_qo_heads * head_dim), Shard(1), basis))
+        if config.attention_output_bias:
+            yield self._vector(f"{path}.o_proj.bias", hidden, "hidden_size")
+        if config.qk_norm:
+            yield self._vector(f"{path}.q_norm.weight", head_dim, "head_dim")
+            yield self._vector(f"{path}.k_norm.weight", head_dim, "head_dim")
 
+    def _mlp(self, path: str) -> Iterator[ParameterSpec]:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        basis = f"intermediate_size {inner}, hidden_size {hidden}"
+        names = [f"{path}.{member}_proj" for member in ("gate", "up")]
+        weights = dict.fromkeys(names, Part((inner, hidden), Shard(0), basis))
+        biases = dict.fromkeys(names, Part((inner,), Shard(0), f"intermediate_size {inner}"))
+        yield from self._merged(f"{path}.gate_up_proj", weights, biases if self.config.mlp_bias else None)
+        yield self._linear(f"{path}.down_proj", Part((hidden, inner), Shard(1), basis))
+        if self.config.mlp_bias:
+            yield self._vector(f"{path}.down_proj.bias", hidden, "hidden_size")
 
-def _mlp(path: str, config: ModelConfig) -> Iterator[ParameterSpec]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    basis = f"intermediate_size {inner}, hidden_size {hidden}"
-    up = Part((inner, hidden), Shard(0), basis)
-    yield _spec(f"{path}.gate_up_proj.weight", "linear", up, up)
-    if config.mlp_bias:
-        bias = Part((inner,), Shard(0), f"intermediate_size {inner}")
-        yield _spec(f"{path}.gate_up_proj.bias", "vector", bias, bias)
-    yield _spec(f"{path}.down_proj.weight", "linear", Part((hidden, inner), Shard(1), basis))
-    if config.mlp_bias:
-        yield _vector(f"{path}.down_proj.bias", hidden, "hidden_size")
+    def _experts(self, path: str) -> Iterator[ParameterSpec]:
+        config = self.config
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        basis = f"moe_intermediate_size {inner}, hidden_size {hidden}"
+        router = Part((count, hidden), None, f"num_experts {count}, hidden_size {hidden}")
+        yield ParameterSpec(name=f"{path}.gate.weight", kind="router", parts=(router,))
+        up = Part((inner, hidden), Shard(0), basis)
+        down = Part((hidden, inner), Shard(1), basis)
+        for name, parts, member in (("gate_up_proj", (up, up), "gate_proj"), ("down_proj", (down,), "down_proj")):
+            packing = self.packings.get(f"{path}.experts.0.{member}.weight")
+            yield ParameterSpec(
+                name=f"{path}.experts.{name}", kind="experts", parts=parts, stack=count, packing=packing
+            )
 
+    def _merged(
+        self, path: str, weights: Mapping[str, Part], biases: Mapping[str, Part] | None
+    ) -> Iterator[ParameterSpec]:
+        """One parameter of all members when they are float or packed alike, else each by itself."""
+        packings = [self.packings.get(f"{name}.weight") for name in weights]
+        first = packings[0]
+        if all(packing is None for packing in packings) or (
+            first is not None and all(first.merges_with(packing) for packing in packings)
+        ):
+            zeros = any(packing is not None and packing.zero_points for packing in packings)
+            packing = first._replace(zero_points=zeros) if first else None
+            yield ParameterSpec(name=f"{path}.weight", kind="linear", parts=tuple(weights.values()), packing=packing)
+            if biases:
+                yield ParameterSpec(name=f"{path}.bias", kind="vector", parts=tuple(biases.values()))
+            return
+        for name, part in weights.items():
+            yield replace(self._linear(name, part), apart=True)
+            if biases:
+                yield ParameterSpec(name=f"{name}.bias", kind="vector", parts=(biases[name],))
 
-def _experts(path: str, config: ModelConfig) -> Iterator[ParameterSpec]:
-    hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    basis = f"moe_intermediate_size {inner}, hidden_size {hidden}"
-    router = Part((count, hidden), None, f"num_experts {count}, hidden_size {hidden}")
-    up = Part((inner, hidden), Shard(0), basis)
-    yield _spec(f"{path}.gate.weight", "linear", router)
-    yield _spec(f"{path}.experts.gate_up_proj", "experts", up, up, stack=count)
-    yield _spec(f"{path}.experts.down_proj", "experts", Part((hidden, inner), Shard(1), basis), stack=count)
+    def _linear(self, path: str, part: Part) -> ParameterSpec:
+        name = f"{path}.weight"
+        return ParameterSpec(name=name, kind="linear", parts=(part,), packing=self.packings.get(name))
 
+    def _vector(self, name: str, length: int, field: str) -> ParameterSpec:
+        """Norm weights and row-parallel biases: whole on every rank."""
+        return ParameterSpec(name=name, kind="vector", parts=(Part((length,), None, f"{field} {length}"),))
 
-def _spec(name: str, kind: Kind, *parts: Part, stack: int = 0) -> ParameterSpec:
-    return ParameterSpec(name=name, kind=kind, parts=parts, stack=stack)
-
-
-def _vector(name: str, length: int, field: str) -> ParameterSpec:
-    """Norm weights and row-parallel biases: whole on every rank."""
-    return _spec(name, "vector", Part((length,), None, f"{field} {length}"))
-
-
-def _table(name: str, kind: Kind, config: ModelConfig, tied_to: str | None = None) -> ParameterSpec:
-    """Embedding and head, padded the same way, so that a tied head can use the embedding's rows."""
-    shape = (config.vocab_size, config.hidden_size)
-    part = Part(shape, Shard(0, pad=True), f"vocab_size {shape[0]}, hidden_size {shape[1]}")
-    return ParameterSpec(name=name, kind=kind, parts=(part,), tied_to=tied_to)
+    def _table(self, name: str, kind: Kind, tied_to: str | None = None) -> ParameterSpec:
+        """Embedding and head, padded the same way, so that a tied head can use the embedding's rows."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        part = Part(shape, Shard(0, pad=True), f"vocab_size {shape[0]}, hidden_size {shape[1]}")
+        return ParameterSpec(name=name, kind=kind, parts=(part,), tied_to=tied_to, packing=self.packings.get(name))

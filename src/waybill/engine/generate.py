@@ -42,20 +42,19 @@ def generate(
         BadRequest: a prompt is empty, holds an unknown token, or would outgrow the model's positions.
     """
     check_request(model.config, prompts, max_new_tokens)
-    weight = model.model.embed_tokens.weight
     cache = KVCache(
         model.config,
         requests=len(prompts),
         length=max(map(len, prompts)) + max_new_tokens,
         tp_size=get_tp_info().size,
-        dtype=weight.dtype,
-        device=weight.device,
+        dtype=model.dtype,
+        device=model.device,
     )
     sampler = Sampler(sampling or Sampling())
     made: list[list[int]] = [[] for _ in prompts]
     open_requests = set(range(len(prompts)))
     lengths = [len(prompt) for prompt in prompts]
-    batch = Batch(torch.tensor([t for p in prompts for t in p], device=weight.device), tuple(lengths))
+    batch = Batch(torch.tensor([t for p in prompts for t in p], device=model.device), tuple(lengths))
     clock = [time.perf_counter()]
     steps = 0
     while open_requests and steps < max_new_tokens:
@@ -71,7 +70,7 @@ def generate(
             made[request].append(token)
             on_token(request, token)
         # Stopped requests ride along in the batch: their tokens are computed and not looked at.
-        batch = Batch(tokens.to(weight.device), (1,) * len(prompts), tuple(n + steps - 1 for n in lengths))
+        batch = Batch(tokens.to(model.device), (1,) * len(prompts), tuple(n + steps - 1 for n in lengths))
     clock.append(time.perf_counter())
     if len(clock) == 2:  # nothing was asked for
         clock.append(clock[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 
 from waybill.api import plan
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
-from waybill.engine.blueprint import EMBEDDING
+from waybill.engine.blueprint import HEAD
 from waybill.engine.distributed import all_agree, get_tp_info
+from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.engine.layers.rotary import set_rope_device
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
@@ -21,8 +22,6 @@ from waybill.errors import DeviceUnavailable, OtherRankFailed, WaybillError
 from waybill.plan import Binding, Plan
 from waybill.plan.stream import equals, stream
 from waybill.weights.dtypes import Array
-
-TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Progress = Callable[[int], None]
 """Told the bytes that just reached their place."""
@@ -90,14 +89,17 @@ def load_model(
         raise TypeError("a clean plan without a config")
     set_rope_device(place)
     with torch.device("meta"), torch_dtype(TORCH_DTYPES[bill.dtype]):
-        model = create_model(config)
+        model = create_model(config, bill.packings)
     with RangeReader(bill.checkpoint) as reader:
         own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
         with _together(place):
             state = dict(_tensors(own, reader, place, check_finite=check_finite, progress=progress))
         model.load_state_dict(state)
-        for head in (binding for binding in bill.bindings if binding.tied_to is not None):
-            _settle_tie(model, head, state[EMBEDDING], reader, place, check_finite)
+        heads = tuple(binding for binding in bill.bindings if binding.tied_to is not None)
+        if heads and not _equals_table(heads, state, reader, place):
+            _honour(model, heads, reader, place, check_finite)
+        state.clear()  # the model's layers may now give up what they rearrange
+        model.prepare()
     return model
 
 
@@ -145,22 +147,24 @@ def _bytes_of(tensor: torch.Tensor) -> Array:
     return array
 
 
-def _settle_tie(
-    model: CausalLM,
-    head: Binding,
-    table: torch.Tensor,
-    reader: RangeReader,
-    device: torch.device,
-    check_finite: bool,
+def _equals_table(
+    heads: tuple[Binding, ...], state: Mapping[str, torch.Tensor], reader: RangeReader, device: torch.device
+) -> bool:
+    """Whether a head that is stored though the config ties it has the embedding's bytes, on every rank."""
+    with _together(device):
+        same = all(equals(head, reader, _bytes_of(state[head.tied_to].cpu())) for head in heads if head.tied_to)
+    return all_agree(same, device)
+
+
+def _honour(
+    model: CausalLM, heads: tuple[Binding, ...], reader: RangeReader, device: torch.device, check_finite: bool
 ) -> None:
-    """A head is stored though the config ties it: share the embedding if the bytes agree on every rank."""
+    """The file's head is not the embedding: it gets a weight of its own."""
+    model.lm_head.untie()
+    stem = HEAD.removesuffix("weight")
     with _together(device):
-        same = equals(head, reader, _bytes_of(table.cpu()))
-    if all_agree(same, device):
-        return
-    with _together(device):
-        (_, weight), *_ = _tensors((head,), reader, device, check_finite=check_finite)
-    model.lm_head.untie(weight)
+        tensors = dict(_tensors(heads, reader, device, check_finite=check_finite))
+    model.lm_head.load_state_dict({name.removeprefix(stem): tensor for name, tensor in tensors.items()})
 
 
 def _device(name: str) -> torch.device:

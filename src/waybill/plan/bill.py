@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config import ModelConfig
+from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import Refused, WaybillError
+from waybill.plan.parameter import Packing
 from waybill.weights import LazyTensor
 from waybill.weights.ranges import is_direct
 
@@ -33,6 +35,13 @@ class Binding:
     bytes_read: int
     value: LazyTensor
     tied_to: str | None = None
+    role: str = "weight"
+    """`weight` for floats; `codes`, `scales` or `zero_points` for the parts of a packed weight."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether nothing has to be computed: bytes go from the file to their place."""
+        return all(is_direct(tile, self.shape, self.dtype) for tile in self.value.tiles)
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +63,12 @@ class Plan:
     ignored: Mapping[str, str]
     problems: tuple[WaybillError, ...]
     notices: tuple[str, ...]
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+    """How each packed weight lies in the checkpoint, by module name: what the target's layers are built from."""
+    parameters: int = 0
+    """Elements of all logical weights, packed ones counted unpacked."""
+    manifest: ComponentQuantizationManifest = field(default_factory=ComponentQuantizationManifest)
+    """What the metadata says about each component."""
 
     @cached_property
     def bytes_read(self) -> int:
@@ -69,8 +84,7 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most host memory a load holds at once: the result, a stored head should it differ, and scratch."""
         heads = sum(binding.nbytes for binding in self.bindings if binding.tied_to is not None)
-        tiles = ((tile, b) for b in self.bindings for tile in b.value.tiles)
-        staged = heads or any(t.source.dtype != b.dtype or not is_direct(t, b.shape) for t, b in tiles)
+        staged = heads or any(not b.is_direct for b in self.bindings)
         return self.result_bytes + heads + (2 * THREADS * CHUNK if staged else 0)
 
     @cached_property

@@ -18,24 +18,20 @@ from waybill.errors import (
     IncompleteMerge,
     MissingHead,
     MissingWeight,
+    PackingMismatch,
     PrefixDrift,
     ShapeMismatch,
     UnclaimedWeight,
-    UnsupportedQuantization,
     VocabMismatch,
     WaybillError,
 )
-from waybill.plan.parameter import ParameterSpec, Part
+from waybill.plan.parameter import Packing, ParameterSpec, Part
 from waybill.rules import RuleTable
 from waybill.rules.template import lift
 from waybill.weights import WeightRecord
+from waybill.weights.affine import AffinePackedWeight
 
 FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
-PACKED_ENDINGS = (
-    "qweight", "qzeros", "g_idx", "scales", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point",
-    "weight_shape", "_blocks", "_scales", "absmax", "quant_map",
-)  # fmt: skip
-"""How the names of packed weights end, whichever tool wrote them."""
 
 Slots = Mapping[tuple[int, int], WeightRecord]
 
@@ -49,8 +45,6 @@ def everything(
     rules: RuleTable,
 ) -> list[WaybillError]:
     """Compare what is stored with what is needed; an empty list means every binding can be made."""
-    if packed := [name for name in checkpoint.tensors if name.endswith(PACKED_ENDINGS)]:
-        return [_packed(packed, checkpoint)]
     known = {spec.name: spec for spec in specs}
     left_over = strangers + [slot for name, place in slots.items() if name not in known for slot in place.values()]
     missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
@@ -66,24 +60,15 @@ def everything(
     return problems
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _places(names: Sequence[str], checkpoint: Checkpoint) -> str:
     """Names, then the files they lie in."""
-    return f"{_some(names)} ({_some(sorted({checkpoint.tensors[name].file for name in names}))})"
-
-
-def _packed(names: list[str], checkpoint: Checkpoint) -> WaybillError:
-    return UnsupportedQuantization(
-        "the checkpoint holds packed weights, and config.json has no quantization_config",
-        where=_places(names, checkpoint),
-        expected="float weights",
-        found=f"{len(names)} tensors of packed weights",
-        fix="use the float checkpoint; packed integers are never read as float weights",
-    )
+    return f"{some(names)} ({some(sorted({checkpoint.tensors[name].file for name in names}))})"
 
 
 def _drift(
@@ -140,7 +125,7 @@ def _missing(missing: list[ParameterSpec], config: ModelConfig, rules: RuleTable
         numbers = [number for _, number in layers]
         yield MissingWeight(
             f"{len(numbers)} layer{'s have' if len(numbers) > 1 else ' has'} no weights",
-            where=_some([f"{path}.{number}" for number in numbers]),
+            where=some([f"{path}.{number}" for number in numbers]),
             expected=f"layers 0 to {config.num_layers - 1}: num_hidden_layers is {config.num_layers}",
             found="no tensor of that layer in any shard",
             fix="correct num_hidden_layers, or download the shards that hold the layer",
@@ -168,7 +153,7 @@ def _missing_form(group: list[ParameterSpec], rules: RuleTable, embedded: bool) 
     sources = [source for s in group for source in rules.sources_of(s.name)]
     return MissingWeight(
         "a weight is missing" if len(group) == 1 else f"{len(group)} weights of one form are missing",
-        where=_some(sources),
+        where=some(sources),
         expected=f"{shape} ({spec.parts[0].basis})",
         found=f"no expert {_numbers(range(spec.stack))} in any shard" if spec.stack else "no such tensor in any shard",
         fix="download the checkpoint again, or correct the config field that asks for this weight",
@@ -183,7 +168,7 @@ def _members(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint, rules: R
         if not lost:
             continue
         names = rules.sources_of(spec.name, stack)
-        present = [f"{names[m]} in {_file_of(slots[stack, m], checkpoint)}" for m in sorted(have)]
+        present = [f"{names[m]} in {slots[stack, m].file}" for m in sorted(have)]
         yield IncompleteMerge(
             f"{spec.name} is merged from {len(spec.parts)} weights, and {len(lost)} of them "
             f"{'is' if len(lost) == 1 else 'are'} missing",
@@ -194,23 +179,30 @@ def _members(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint, rules: R
         )
 
 
-def _file_of(record: WeightRecord, checkpoint: Checkpoint) -> str:
-    return checkpoint.tensors[record.source_name].file
-
-
 def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterator[WaybillError]:
-    """Each member's shape and dtype. Experts of one bank share one answer."""
+    """Each member's shape, storage and dtype. Experts of one bank share one answer."""
     seen: set[tuple[object, ...]] = set()
     for (_, member), record in slots.items():
-        part, value = spec.parts[member], record.storage.value
-        header = checkpoint.tensors[record.source_name]
-        finding = (member, value.shape, value.dtype)
+        if member >= len(spec.parts):
+            continue
+        part, weight = spec.parts[member], record.storage
+        header = checkpoint.tensors[record.tensors[0]]
+        packed = isinstance(weight, AffinePackedWeight)
+        finding = (member, weight.shape, str(weight.layout) if isinstance(weight, AffinePackedWeight) else header.dtype)
         if finding in seen:
             continue
         seen.add(finding)
-        if value.shape != part.shape:
-            yield _shape(spec, part, value.shape, header)
-        if value.dtype not in FLOAT_DTYPES:
+        if weight.shape != part.shape:
+            yield _shape(spec, part, weight.shape, header)
+        if packed != (spec.packing is not None) or (packed and not _fits(weight, spec)):
+            yield PackingMismatch(
+                "the parts of one parameter are packed differently",
+                where=f"{record.source_name} ({header.file}), for {spec.name}",
+                expected=describe_packing(spec.packing),
+                found=str(weight.layout) if isinstance(weight, AffinePackedWeight) else f"float, {header}",
+                fix="use an export that packs all members of this parameter alike",
+            )
+        elif not packed and header.dtype not in FLOAT_DTYPES:
             yield DtypeMismatch(
                 "a float weight is stored as something else",
                 where=f"{header.name} ({header.file})",
@@ -218,6 +210,19 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
                 found=str(header),
                 fix="use a float checkpoint; integers and 8-bit floats mean nothing without their scales",
             )
+
+
+def _fits(weight: object, spec: ParameterSpec) -> bool:
+    return (
+        isinstance(weight, AffinePackedWeight)
+        and spec.packing is not None
+        and ((weight.layout.bits, weight.layout.group, weight.scales.dtype) == spec.packing[:3])
+    )
+
+
+def describe_packing(packing: Packing | None) -> str:
+    """A packing in words."""
+    return "a float weight" if packing is None else f"{packing.bits} bits, group {packing.group}, {packing.scale_dtype}"
 
 
 def _shape(spec: ParameterSpec, part: Part, found: tuple[int, ...], header: TensorHeader) -> WaybillError:
@@ -252,7 +257,7 @@ def _experts(
         files: set[str] = set()
         for spec in specs:
             have = {stack for stack, _ in slots[spec.name]}
-            files |= {_file_of(record, checkpoint) for record in slots[spec.name].values()}
+            files |= {record.file for record in slots[spec.name].values()}
             count = spec.stack
             lost |= set(range(count)) - have
             surplus |= have - set(range(count))
@@ -261,7 +266,7 @@ def _experts(
                 f"experts are missing: {len(lost)} of {count}",
                 where=layer,
                 expected=f"experts 0 to {count - 1}: num_experts is {count}",
-                found=f"no expert {_numbers(lost)}; the others are in {_some(sorted(files))}",
+                found=f"no expert {_numbers(lost)}; the others are in {some(sorted(files))}",
                 fix="download the shard that holds them, or correct num_experts",
             )
         if surplus:
@@ -269,7 +274,7 @@ def _experts(
                 "there are more experts than the config says",
                 where=layer,
                 expected=f"experts 0 to {count - 1}: num_experts is {count}",
-                found=f"also expert {_numbers(surplus)} in {_some(sorted(files))}",
+                found=f"also expert {_numbers(surplus)} in {some(sorted(files))}",
                 fix=f"set num_experts to {max(surplus) + 1} if the model was published with that many",
             )
 

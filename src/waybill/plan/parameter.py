@@ -6,10 +6,11 @@ stack, so a rank's merged parameter is [q_local; k_local; v_local].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["linear", "embedding", "head", "vector", "experts"]
+Kind = Literal["linear", "router", "embedding", "head", "vector", "experts"]
 
 
 class Cut(NamedTuple):
@@ -61,11 +62,30 @@ class Part(NamedTuple):
         return (*self.shape[:axis], padded, *self.shape[axis + 1 :])
 
 
+class Packing(NamedTuple):
+    """How a packed parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros."""
+
+    bits: int
+    group: int
+    scale_dtype: str
+    zero_points: bool
+
+    def merges_with(self, other: Packing | None) -> bool:
+        """Whether rows of both can share one parameter; missing zero points can be written out."""
+        return other is not None and self[:3] == other[:3]
+
+
+def part_name(name: str, role: str) -> str:
+    """The name of one tensor of a parameter: itself for a float, `codes` and so on beside it for a packed one."""
+    return name if role == "weight" else f"{name.removesuffix('.weight')}.{role}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
     """A parameter of the target: parts joined along `axis`, `stack` of them side by side on a new first axis.
 
-    `stack` 0 means no such axis. A parameter that is `tied_to` another may be absent from the checkpoint.
+    `stack` 0 means no such axis. A parameter that is `tied_to` another may be absent from the checkpoint. A packed
+    parameter is several tensors: codes, scales and perhaps zero points, under its name without `.weight`.
     """
 
     name: str
@@ -74,6 +94,34 @@ class ParameterSpec:
     axis: int = 0
     stack: int = 0
     tied_to: str | None = None
+    packing: Packing | None = None
+    apart: bool = False
+    """Usually a member of a merged parameter, kept by itself because the members are packed differently."""
+
+    def local_packing(self, tp: int) -> Packing | None:
+        """The packing of one rank's cut: a cut along K that would split a group makes the groups smaller, exactly."""
+        if self.packing is None:
+            return None
+        group = self.packing.group
+        for part in self.parts:
+            if part.shard is not None and part.shard.axis == len(part.shape) - 1:
+                group = math.gcd(group, part.shape[-1] // tp)
+        return self.packing._replace(group=group)
+
+    def tensors(self, rank: int, tp: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
+        """Names, shapes and dtypes (None: the model's) of what one rank holds of this parameter."""
+        shape = self.local_shape(rank, tp)
+        packing = self.local_packing(tp)
+        if packing is None:
+            return {self.name: (shape, None)}
+        groups = -(-shape[-1] // packing.group)
+        held: dict[str, tuple[tuple[int, ...], str | None]] = {
+            part_name(self.name, "codes"): ((*shape[:-1], groups, packing.group * packing.bits // 8), "U8"),
+            part_name(self.name, "scales"): ((*shape[:-1], groups), packing.scale_dtype),
+        }
+        if packing.zero_points:
+            held[part_name(self.name, "zero_points")] = (*shape[:-1], groups), "U8"
+        return held
 
     def local_shape(self, rank: int, tp: int) -> tuple[int, ...]:
         """The shape one rank holds, merged and stacked."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from waybill.checkpoint import Checkpoint
+from waybill.codecs.grouping import group_records
 from waybill.config import ModelConfig, read_model_config
+from waybill.config.producers import read_quantization
+from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import (
     ClaimedTwice,
     IllegalParallelism,
@@ -17,21 +21,34 @@ from waybill.errors import (
     UnsupportedRope,
     WaybillError,
 )
-from waybill.plan import diagnose
+from waybill.plan import agreement, diagnose
 from waybill.plan.bill import Binding, Plan
-from waybill.plan.parameter import ParameterSpec, Part
+from waybill.plan.parameter import Packing, ParameterSpec, Part, part_name
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
-from waybill.weights import FloatWeight, LazyTensor, WeightRecord, concat, stack, stored
+from waybill.weights import FloatWeight, LazyTensor, Storage, WeightRecord
+from waybill.weights.affine import AffinePackedWeight
+from waybill.weights.lazy import Decoded
 from waybill.weights.ranges import bytes_read
+from waybill.weights.record import concat_weights, stack_weights
 
 
 class Target(NamedTuple):
-    """A sink for weights: its name, the rules from module names to its own, and the parameters it needs."""
+    """A sink for weights: its name, the rules from module names to its own, and the parameters it needs.
+
+    `parameters` is given the packings found on disk, by module weight name, and decides what is merged.
+    """
 
     name: str
     rules: RuleTable
-    parameters: Callable[[ModelConfig], Sequence[ParameterSpec]]
+    parameters: Callable[[ModelConfig, Mapping[str, Packing]], Sequence[ParameterSpec]]
+
+
+class Family(NamedTuple):
+    """How a family of architectures stores its weights: rules for its names, and which modules are tables or banks."""
+
+    rules: Callable[[ModelConfig], RuleTable]
+    kind_of: Callable[[str], str]
 
 
 Slots = dict[tuple[int, int], WeightRecord]
@@ -40,11 +57,10 @@ Slots = dict[tuple[int, int], WeightRecord]
 
 @dataclass(slots=True)
 class Routing:
-    """Where everything went."""
+    """Where everything went: records by module weight name, what was dropped, and what could not be taken apart."""
 
-    slots: dict[str, Slots] = field(default_factory=dict)
+    records: dict[str, WeightRecord] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    strangers: list[WeightRecord] = field(default_factory=list)
     twice: set[str] = field(default_factory=set)
     problems: list[WaybillError] = field(default_factory=list)
 
@@ -53,7 +69,7 @@ def make_plan(
     checkpoint: Checkpoint,
     *,
     target: Target,
-    source_rules: Callable[[ModelConfig], RuleTable],
+    family: Family,
     tp: int = 1,
     rank: int = 0,
     dtype: str | None = None,
@@ -63,46 +79,63 @@ def make_plan(
     Args:
         checkpoint: headers and config; not one weight byte is read.
         target: what the weights are for.
-        source_rules: names on disk to module names, for the checkpoint's family.
-        tp: number of tensor-parallel ranks.
-        rank: the rank planned for, below `tp`.
+        family: how the checkpoint's architectures store their weights.
+        tp, rank: the number of tensor-parallel ranks, and which of them this plan is for.
         dtype: safetensors tag to deliver; by default the config's, and without one the file's most common.
     """
     problems = list(checkpoint.problems)
-    config, config_problems, config_notices = (
-        read_model_config(checkpoint.config) if checkpoint.config or not problems else (None, [], [])
-    )
-    problems += config_problems
-    notices = [*checkpoint.notices, *config_notices]
+    notices = list(checkpoint.notices)
+    config, manifest, records = _describe(checkpoint, family, problems, notices)
     dtype = dtype or (config and config.dtype) or common_dtype(checkpoint)
-    bindings: list[Binding] = []
-    ignored: dict[str, str] = {}
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
-    if config and all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems):
+    clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
+    routing, packings = Routing(), dict[str, Packing]()
+    bindings: list[Binding] = []
+    if config and clean:
         if obstacles := config.parallel_obstacles(tp):
             problems.append(_illegal(config, tp, obstacles))
-        routing = route(checkpoint, source_rules(config), target.rules)
-        specs = target.parameters(config)
+        routing = route(records, family.rules(config))
+        packings = {name: packing for name, r in routing.records.items() if (packing := packing_of(r)) is not None}
+        specs = target.parameters(config, packings)
+        slots, strangers = place(routing, specs, target.rules)
         problems += routing.problems
-        problems += diagnose.everything(checkpoint, config, specs, routing.slots, routing.strangers, target.rules)
-        ignored = routing.ignored
+        problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
+        problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
+        notices += agreement.separate(specs)
         if not problems:
-            bindings = [
-                _bind(spec, routing.slots[spec.name], rank, tp, dtype) for spec in specs if spec.name in routing.slots
-            ]
+            bindings = [b for s in specs if s.name in slots for b in _bind(s, slots[s.name], rank, tp, dtype)]
             bindings.sort(key=_file_order(checkpoint))
     return Plan(
-        checkpoint,
-        config,
-        target.name,
-        tp,
-        rank,
-        dtype,
-        tuple(bindings),
-        ignored,
-        tuple(problems),
-        tuple(notices),
+        checkpoint=checkpoint,
+        config=config,
+        target=target.name,
+        tp=tp,
+        rank=rank,
+        dtype=dtype,
+        bindings=tuple(bindings),
+        ignored=routing.ignored,
+        problems=tuple(problems),
+        notices=tuple(notices),
+        packings=packings,
+        manifest=manifest,
+        parameters=sum(math.prod(record.storage.shape) for record in records),
     )
+
+
+def _describe(
+    checkpoint: Checkpoint, family: Family, problems: list[WaybillError], notices: list[str]
+) -> tuple[ModelConfig | None, ComponentQuantizationManifest, list[WeightRecord]]:
+    """What the config says, what the metadata says, and the weights that headers show."""
+    config = None
+    if checkpoint.config or not problems:
+        config, found, notes = read_model_config(checkpoint.config)
+        problems += found
+        notices += notes
+    before = len(problems)
+    manifest = read_quantization(checkpoint.config, checkpoint.side_files, problems)
+    if checkpoint.problems or len(problems) > before:
+        return config, manifest, []
+    return config, manifest, group_records(checkpoint, manifest, family.kind_of, problems)
 
 
 def common_dtype(checkpoint: Checkpoint) -> str:
@@ -114,112 +147,133 @@ def common_dtype(checkpoint: Checkpoint) -> str:
     return weight.most_common(1)[0][0] if weight else "F32"
 
 
-def route(checkpoint: Checkpoint, source: RuleTable, target: RuleTable) -> Routing:
-    """Send every stored tensor through both tables: dropped by a named rule, or in the slots of a target."""
+def route(records: Sequence[WeightRecord], source: RuleTable) -> Routing:
+    """Bring every record to its module name: renamed, taken apart, or dropped by a named rule."""
     routing = Routing()
-    for name, header in checkpoint.tensors.items():
-        why = source.dropped(name)
+    for record in records:
+        why = source.dropped(record.source_name)
         if why is not None:
-            routing.ignored[name] = why
+            routing.ignored |= dict.fromkeys(record.tensors, why)
             continue
-        whole = stored(header)
-        destination = source.route(name)
-        if isinstance(destination, Split):
-            pieces = _split(name, header.file, whole, destination, routing.problems)
-        else:
-            pieces = [(destination.target, whole)]
-        for module_name, value in pieces:
-            place = target.route(module_name)
-            record = WeightRecord(name, "decoder", FloatWeight(value))
-            if isinstance(place, Split):
-                raise TypeError(f"a target's rules merge, and {place.template.text} would split {module_name}")
-            if target.is_made(module_name):
-                routing.strangers.append(record)
-            else:
-                _put(routing, place, record, checkpoint)
+        destination = source.route(record.source_name)
+        pieces = (
+            _split(record, destination, routing.problems)
+            if isinstance(destination, Split)
+            else [(destination.target, record)]
+        )
+        for name, piece in pieces:
+            if (first := routing.records.get(name)) is not None and piece.source_name not in routing.twice:
+                routing.twice |= {first.source_name, piece.source_name}  # a bank beside its experts is one problem
+                routing.problems.append(_twice(name, first, piece))
+            routing.records[name] = piece
     return routing
 
 
-def _split(
-    name: str, file: str, value: LazyTensor, split: Split, problems: list[WaybillError]
-) -> list[tuple[str, LazyTensor]]:
-    """The pieces a split rule makes of one stored tensor, and their names."""
+def packing_of(record: WeightRecord) -> Packing | None:
+    """How a record is packed, or None when it is float."""
+    weight = record.storage
+    if isinstance(weight, FloatWeight):
+        return None
+    return Packing(weight.layout.bits, weight.layout.group, weight.scales.dtype, weight.zero_points is not None)
+
+
+def place(
+    routing: Routing, specs: Sequence[ParameterSpec], rules: RuleTable
+) -> tuple[dict[str, Slots], list[WeightRecord]]:
+    """Records to the slots of the target's parameters; a merge the target does not declare is left apart.
+
+    Records under names that only the target makes come second: nothing may arrive under those.
+    """
+    declared = {spec.name for spec in specs}
+    slots: dict[str, Slots] = {}
+    strangers: list[WeightRecord] = []
+    for name, record in routing.records.items():
+        to = rules.route(name)
+        if isinstance(to, Split):
+            raise TypeError(f"a target's rules merge, and {to.template.text} would split {name}")
+        if rules.is_made(name):
+            strangers.append(record)
+            continue
+        if to.target not in declared and name in declared:
+            to = Place(name)
+        slots.setdefault(to.target, {})[to.stack or 0, to.member or 0] = record
+    return slots, strangers
+
+
+def _split(record: WeightRecord, split: Split, problems: list[WaybillError]) -> list[tuple[str, WeightRecord]]:
+    """The pieces a split rule makes of one record, and their names."""
+    weight = record.storage
     members = split.template.members or (None,)
-    rank = len(value.shape) - (split.variable is not None)
-    length = value.shape[split.axis - rank] if rank > split.axis else 0
-    if 0 in value.shape or length == 0 or length % len(members):
+    rank = len(weight.shape) - (split.variable is not None)
+    length = weight.shape[split.axis - rank] if rank > split.axis else 0
+    if 0 in weight.shape or length == 0 or length % len(members):
         problems.append(
             ShapeMismatch(
                 "a bank cannot be taken apart",
-                where=f"{name} ({file})",
+                where=f"{record.source_name} ({record.file})",
                 expected=f"a stack of matrices whose axis {split.axis} divides into {len(members)}",
-                found=f"{value.dtype}{list(value.shape)}",
+                found=f"shape {list(weight.shape)}",
                 fix="check that the file belongs to this config",
             )
         )
         return []
     pieces = []
     width = length // len(members)
-    for index in range(value.shape[0]) if split.variable else (0,):
-        one = value.select(0, index) if split.variable else value
+    for index in range(weight.shape[0]) if split.variable else (0,):
+        one = weight.select(0, index) if split.variable else weight
         indices = split.indices | ({split.variable: index} if split.variable else {})
         for m, member in enumerate(members):
-            pieces.append(
-                (
-                    split.template.fill(indices, None if member is None else m),
-                    one.narrow(split.axis, m * width, width),
-                )
-            )
+            name = split.template.fill(indices, None if member is None else m)
+            pieces.append((name, replace(record, storage=one.narrow(split.axis, m * width, width))))
     return pieces
 
 
-def _put(routing: Routing, place: Place, record: WeightRecord, checkpoint: Checkpoint) -> None:
-    slots = routing.slots.setdefault(place.target, {})
-    slot = (place.stack or 0, place.member or 0)
-    if slot in slots and place.target not in routing.twice:
-        routing.twice.add(place.target)
-        routing.problems.append(
-            ClaimedTwice(
-                "two tensors want the same place",
-                where=place.target,
-                expected="one source",
-                found=" and ".join(
-                    f"{name} ({checkpoint.tensors[name].file})"
-                    for name in (slots[slot].source_name, record.source_name)
-                ),
-                fix="remove one of them from the checkpoint",
-            )
-        )
-    slots[slot] = record
-
-
-def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str) -> Binding:
-    """Shard each part, merge the parts, stack the merges."""
-    layers = []
-    for position in range(spec.stack or 1):
-        parts = [
-            _shard(slots[position, member].storage.value, part, rank, tp) for member, part in enumerate(spec.parts)
-        ]
-        layers.append(concat(parts, spec.axis))
-    value = stack(layers) if spec.stack else layers[0]
-    return Binding(
-        target=spec.name,
-        shape=value.shape,
-        dtype=dtype,
-        sources=tuple(dict.fromkeys(slots[key].source_name for key in sorted(slots))),
-        operations=_operations(spec, value, rank, tp, dtype),
-        bytes_read=bytes_read(value),
-        value=value,
-        tied_to=spec.tied_to,
+def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice:
+    return ClaimedTwice(
+        "two tensors want the same place",
+        where=name,
+        expected="one source",
+        found=f"{first.source_name} ({first.file}) and {second.source_name} ({second.file})",
+        fix="remove one of them from the checkpoint",
     )
 
 
-def _shard(value: LazyTensor, part: Part, rank: int, tp: int) -> LazyTensor:
+def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str) -> Iterator[Binding]:
+    """Shard each part, merge the parts, stack the merges; one binding for each tensor the weight is stored as."""
+    packing = spec.local_packing(tp)
+    layers = []
+    for position in range(spec.stack or 1):
+        members = [
+            _shard(slots[position, member].storage, part, packing, rank, tp) for member, part in enumerate(spec.parts)
+        ]
+        layers.append(concat_weights(members, spec.axis))
+    weight = stack_weights(layers) if spec.stack else layers[0]
+    sources = tuple(dict.fromkeys(name for key in sorted(slots) for name in slots[key].tensors))
+    for role, value in weight.parts.items():
+        yield Binding(
+            target=part_name(spec.name, role),
+            shape=value.shape,
+            dtype=dtype if role == "weight" else value.dtype,
+            sources=sources,
+            operations=_operations(spec, value, rank, tp, dtype if role == "weight" else value.dtype),
+            bytes_read=bytes_read(value),
+            value=value,
+            tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
+            role=role,
+        )
+
+
+def _shard(weight: Storage, part: Part, packing: Packing | None, rank: int, tp: int) -> Storage:
+    if packing is not None and isinstance(weight, AffinePackedWeight):
+        weight = weight.refine(packing.group)
+        if packing.zero_points:
+            weight = weight.with_zero_points()
     if part.shard is None:
-        return value
+        return weight
     axis = part.shard.axis
-    cut = part.shard.cut(value.shape[axis], rank, tp)
-    return value.narrow(axis, cut.start, cut.length).pad(axis, cut.padded)
+    cut = part.shard.cut(weight.shape[axis], rank, tp)
+    narrowed = weight.narrow(axis, cut.start, cut.length)
+    return narrowed.pad(axis, cut.padded) if cut.padded > cut.length else narrowed
 
 
 def _operations(spec: ParameterSpec, value: LazyTensor, rank: int, tp: int, dtype: str) -> tuple[str, ...]:
@@ -238,6 +292,8 @@ def _operations(spec: ParameterSpec, value: LazyTensor, rank: int, tp: int, dtyp
         steps.append(f"concat {len(spec.parts)} on axis {spec.axis}")
     if spec.stack:
         steps.append(f"stack {spec.stack}")
+    if any(isinstance(tile.source, Decoded) for tile in value.tiles):
+        steps.insert(0, "decode")
     if foreign := sorted({tile.source.dtype for tile in value.tiles} - {dtype}):
         steps.append(f"cast {', '.join(foreign)} to {dtype}")
     if spec.tied_to:
@@ -250,7 +306,8 @@ def _file_order(checkpoint: Checkpoint) -> Callable[[Binding], tuple[int, int]]:
     rank_of = {shard.name: position for position, shard in enumerate(checkpoint.shards)}
 
     def key(binding: Binding) -> tuple[int, int]:
-        places = ((rank_of[tile.source.file], tile.source.offset) for tile in binding.value.tiles)
+        tiles = (tile.source for tile in binding.value.tiles if tile.source.file in rank_of)  # a constant lies nowhere
+        places = ((rank_of[source.file], source.offset) for source in tiles)
         return max(places, default=(-1, 0))
 
     return key

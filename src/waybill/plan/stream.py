@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from waybill.checkpoint import RangeReader
-from waybill.errors import CastOverflow, NonFiniteWeight
+from waybill.checkpoint import RangeReader, TensorHeader
+from waybill.errors import BadScales, CastOverflow, NonFiniteWeight
 from waybill.plan.bill import CHUNK, THREADS, Binding
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
-from waybill.weights.lazy import LazyTensor, Tile
+from waybill.weights.lazy import Decoded, LazyTensor, Tile
 from waybill.weights.ranges import Layout, is_direct, layout, read_through, strides
 
 SEGMENTS = 256
@@ -47,6 +47,7 @@ def stream(
     Raises:
         FileChanged: a file is not the one the plan was made from.
         CastOverflow: a finite value is infinite in the target dtype.
+        BadScales: the scales of a packed weight are not finite, or zero for a whole group.
         NonFiniteWeight: `check_finite` was asked for and found NaN or infinity.
     """
     waiting: deque[tuple[Binding, Array, list[Future[int]]]] = deque()
@@ -63,7 +64,9 @@ def stream(
         if filled < binding.nbytes:
             progress(binding.nbytes - filled)  # padding
         ahead -= binding.nbytes
-        if check_finite and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
+        if binding.role == "scales" and (found := _bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
+            raise found
+        if check_finite and binding.role == "weight" and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
             raise _non_finite(binding)
         return binding, result
 
@@ -127,7 +130,7 @@ def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]
     covered = 0
     for tile in binding.value.tiles:
         covered += math.prod(tile.shape)
-        if tile.source.dtype == binding.dtype and is_direct(tile, binding.shape):
+        if is_direct(tile, binding.shape, binding.dtype):
             direct += _segments(tile, binding)
         else:
             staged.append(tile)
@@ -201,7 +204,8 @@ def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Arra
     if axis is None:
         yield partial(_stage, tile, 0, None, binding, reader, place)
         return
-    row = math.prod(read_through(tile).shape) // loops.extent[axis]
+    read = tile.extent if isinstance(tile.source, Decoded) else read_through(tile).shape
+    row = math.prod(read) // loops.extent[axis]
     rows = max(CHUNK // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
     for start in range(0, loops.extent[axis], rows):
         stop = min(start + rows, loops.extent[axis])
@@ -211,8 +215,8 @@ def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Arra
 def _stage(
     tile: Tile, axis: int, rows: tuple[int, int] | None, binding: Binding, reader: RangeReader, place: Array
 ) -> int:
-    """Read a block as it lies, cut away what was read through, cast, and put it in its place."""
-    wide = read_through(tile)
+    """Read or decode a block, cut away what was read through, cast, and put it in its place."""
+    wide = tile._replace(shape=tile.extent) if isinstance(tile.source, Decoded) else read_through(tile)
     start, extent, inner = list(wide.start), list(wide.shape), list(tile.start)
     index: list[Any] = [slice(None)] * len(extent)
     if rows is not None:
@@ -220,7 +224,7 @@ def _stage(
         inner[axis] = start[axis]
         extent[axis] = rows[1] - rows[0]
         index[axis] = slice(*rows)
-    block = _load(tile, tuple(start), tuple(extent), reader)
+    block = _box(tile.source, tuple(start), tuple(extent), reader)
     destination = place[(*index, ...)]
     cut: tuple[Any, ...] = tuple(
         slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True)
@@ -232,21 +236,38 @@ def _stage(
     return destination.size * destination.dtype.itemsize
 
 
-def _load(tile: Tile, start: tuple[int, ...], extent: tuple[int, ...], reader: RangeReader) -> Array:
-    """A box of a stored tensor as an array."""
-    dtype = NUMPY_DTYPES[tile.source.dtype]
+def _box(source: TensorHeader | Decoded, start: tuple[int, ...], extent: tuple[int, ...], reader: RangeReader) -> Array:
+    """A box of a stored tensor as it lies, or of a decoded one."""
+    if isinstance(source, Decoded):
+        inputs = source.decoder.inputs(start, extent)
+        return source.decoder.decode([materialize(value, reader) for value in inputs], start, extent)
+    dtype = NUMPY_DTYPES[source.dtype]
     raw = np.empty(math.prod(extent) * dtype.itemsize, np.uint8)
     view = memoryview(raw)  # type: ignore[arg-type]
-    source = strides(tile.source.shape)
-    base = sum(i * s for i, s in zip(start, source, strict=True))
-    loops = Layout(extent, source, base, strides(extent), 0)
+    steps = strides(source.shape)
+    base = sum(i * s for i, s in zip(start, steps, strict=True))
+    loops = Layout(extent, steps, base, strides(extent), 0)
     nbytes = loops.run[0] * dtype.itemsize
     segments = [
-        (tile.source.offset + at * dtype.itemsize, view[to * dtype.itemsize : to * dtype.itemsize + nbytes])
+        (source.offset + at * dtype.itemsize, view[to * dtype.itemsize : to * dtype.itemsize + nbytes])
         for at, to in loops.runs()
     ]
-    reader.read_into(tile.source.file, segments)
+    reader.read_into(source.file, segments)
     return raw.view(dtype).reshape(extent)
+
+
+def materialize(value: LazyTensor, reader: RangeReader) -> Array:
+    """The whole of a lazy tensor as an array of its own dtype: for small things, and for inputs of decoders."""
+    result = np.zeros(value.shape, NUMPY_DTYPES[value.dtype])
+    for tile in value.tiles:
+        wide = tile._replace(shape=tile.extent) if isinstance(tile.source, Decoded) else read_through(tile)
+        block = _box(tile.source, wide.start, wide.shape, reader)
+        cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(tile.start, wide.start, tile.extent, strict=True))
+        followed = [axis for axis in tile.axes if axis is not None]
+        fixed = tuple(axis for axis in range(block.ndim) if axis not in followed)
+        placed = block[cut].transpose((*fixed, *followed)).reshape(tile.shape)
+        result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed
+    return result
 
 
 def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
@@ -257,6 +278,27 @@ def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
         found=f"a finite {tile.source.dtype} value that becomes infinite",
         fix="load in bfloat16 or float32",
     )
+
+
+def _bad_scales(values: Array, binding: Binding) -> BadScales | None:
+    """Scales are few, so they are always looked at: NaN, infinity, or a group that is zero for every output."""
+    whole = values.reshape(binding.shape)
+    for tile in binding.value.tiles:
+        member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
+        if not all_finite(np.ascontiguousarray(member)):
+            found = "NaN or infinity"
+        elif member.shape[-2] > 1 and not member.any(axis=-2).all():
+            found = "a group whose scales are all zero"
+        else:
+            continue
+        return BadScales(
+            "the scales of a packed weight are damaged",
+            where=f"{tile.source.name} ({tile.source.file}), for {binding.target}",
+            expected="finite scales, some of them not zero in every group",
+            found=found,
+            fix="download the file again; if it stays so, the published weights are damaged",
+        )
+    return None
 
 
 def _non_finite(binding: Binding) -> NonFiniteWeight:

@@ -12,8 +12,10 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
 }
-"""The float dtypes a weight may have."""
+"""The float dtypes a weight may have, and the integers packed ones are stored in."""
 
 _BY_RANGE = [NUMPY_DTYPES[tag] for tag in ("F16", "BF16", "F32", "F64")]
 

@@ -1,4 +1,4 @@
-"""Lazy tensors: a shape, a dtype, and a mosaic of boxes cut from stored tensors.
+"""Lazy tensors: a shape, a dtype, and a mosaic of boxes cut from stored or decoded tensors.
 
 Every exact rearrangement (narrow, select, concat, stack, transpose, pad) maps a mosaic to a mosaic, so whatever the
 rules compose, the result still says which stored elements land where. Narrowing drops what lies outside: a
@@ -10,22 +10,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from waybill.checkpoint.header import DTYPE_BITS, TensorHeader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 _T = TypeVar("_T")
 
 
+class Decoder(Protocol):
+    """Pure arithmetic that makes a box of a decoded tensor from boxes of its inputs."""
+
+    def inputs(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[LazyTensor, ...]:
+        """What must be read for a box, and no more than its rows and columns need."""
+
+    def decode(self, arrays: Sequence[Array], start: tuple[int, ...], extent: tuple[int, ...]) -> Array:
+        """The box, of shape `extent`, from the arrays of `inputs(start, extent)`."""
+
+
+class Decoded(NamedTuple):
+    """A tensor that exists only as a computation over stored ones; `file` and `offset` say where its bytes begin."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    decoder: Decoder
+
+
 class Tile(NamedTuple):
-    """A box of one stored tensor, and the box of the result it fills.
+    """A box of one stored or decoded tensor, and the box of the result it fills.
 
     `offset` and `shape` place it in the result. `axes[i]` is the stored axis that result axis i runs along, or None
     for an axis of length 1 made by stacking; `start` is the corner in the stored tensor. A stored axis that no result
     axis follows is fixed at its start.
     """
 
-    source: TensorHeader
+    source: TensorHeader | Decoded
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
@@ -104,8 +130,8 @@ class LazyTensor(NamedTuple):
         return LazyTensor(self.dtype, _replace(self.shape, axis, length), self.tiles)
 
 
-def stored(header: TensorHeader) -> LazyTensor:
-    """The whole of one stored tensor."""
+def stored(header: TensorHeader | Decoded) -> LazyTensor:
+    """The whole of one stored or decoded tensor."""
     zero = (0,) * len(header.shape)
     if 0 in header.shape:
         return LazyTensor(header.dtype, header.shape, ())

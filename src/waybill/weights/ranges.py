@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from waybill.checkpoint.header import DTYPE_BITS
-from waybill.weights.lazy import LazyTensor, Tile
+from waybill.weights.lazy import Decoded, LazyTensor, Tile
 
 SHORTEST_RUN = 1024
 """Bytes. Shorter runs are cheaper to read together with the gaps between them: one system call costs about as much as
@@ -89,8 +89,10 @@ def read_through(tile: Tile) -> Tile:
     return Tile(tile.source, (0,) * len(shape), extent, tuple(range(len(shape))), tuple(start))
 
 
-def is_direct(tile: Tile, result_shape: tuple[int, ...]) -> bool:
-    """Whether `tile` can be read straight into a result of its own dtype, in runs long enough to be worth a call."""
+def is_direct(tile: Tile, result_shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether `tile` lies in the file as it must lie in the result, in runs long enough to be worth a call."""
+    if isinstance(tile.source, Decoded) or tile.source.dtype != dtype:
+        return False
     loops = layout(tile, result_shape)
     length, outer = loops.run
     long_enough = length * (DTYPE_BITS[tile.source.dtype] // 8) >= SHORTEST_RUN
@@ -99,4 +101,10 @@ def is_direct(tile: Tile, result_shape: tuple[int, ...]) -> bool:
 
 def bytes_read(value: LazyTensor) -> int:
     """Bytes the file system is asked for to make `value`, gaps read through included."""
-    return sum(math.prod(read_through(tile).shape) * (DTYPE_BITS[tile.source.dtype] // 8) for tile in value.tiles)
+    return sum(map(_tile_bytes, value.tiles))
+
+
+def _tile_bytes(tile: Tile) -> int:
+    if isinstance(tile.source, Decoded):
+        return sum(map(bytes_read, tile.source.decoder.inputs(tile.start, tile.extent)))
+    return math.prod(read_through(tile).shape) * (DTYPE_BITS[tile.source.dtype] // 8)

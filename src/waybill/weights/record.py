@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from waybill.weights.lazy import LazyTensor
+from waybill.checkpoint import Checkpoint
+from waybill.weights.affine import AffinePackedWeight, concat_affine, stack_affine
+from waybill.weights.lazy import LazyTensor, concat, stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +16,60 @@ class FloatWeight:
 
     value: LazyTensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self.value.shape
+
+    @property
+    def parts(self) -> dict[str, LazyTensor]:
+        """What is stored of it, by role."""
+        return {"weight": self.value}
+
+    def narrow(self, axis: int, start: int, length: int) -> FloatWeight:
+        """Keep part of an axis."""
+        return FloatWeight(self.value.narrow(axis, start, length))
+
+    def select(self, axis: int, index: int) -> FloatWeight:
+        """Take one position of an axis and drop the axis."""
+        return FloatWeight(self.value.select(axis, index))
+
+    def pad(self, axis: int, length: int) -> FloatWeight:
+        """Append zeros."""
+        return FloatWeight(self.value.pad(axis, length))
+
+
+Storage = FloatWeight | AffinePackedWeight
+
+
+def concat_weights(parts: Sequence[Storage], axis: int) -> Storage:
+    """Join weights of one kind and layout."""
+    packed = [part for part in parts if isinstance(part, AffinePackedWeight)]
+    if packed:
+        return concat_affine(packed, axis)
+    return FloatWeight(concat([part.value for part in parts if isinstance(part, FloatWeight)], axis))
+
+
+def stack_weights(parts: Sequence[Storage]) -> Storage:
+    """Stack weights of one kind and layout along a new first axis."""
+    packed = [part for part in parts if isinstance(part, AffinePackedWeight)]
+    if packed:
+        return stack_affine(packed)
+    return FloatWeight(stack([part.value for part in parts if isinstance(part, FloatWeight)]))
+
 
 @dataclass(frozen=True, slots=True)
 class WeightRecord:
-    """One logical weight: the name it is stored under, the component that owns it, and its storage."""
+    """One logical weight: its name, the component that owns it, its storage, the stored tensors it is made of, and
+    the checkpoint they lie in."""
 
     source_name: str
     component: str
-    storage: FloatWeight
+    storage: Storage
+    tensors: tuple[str, ...]
+    origin: Checkpoint
+
+    @property
+    def file(self) -> str:
+        """The file that holds the first of its tensors."""
+        return self.origin.tensors[self.tensors[0]].file

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from waybill.engine.context import Batch, get_global_ctx
 from waybill.engine.kvcache import KVCache
 from waybill.engine.layers.base import BaseOP, Parameters
-from waybill.engine.layers.linear import Linear, RowParallelLinear
+from waybill.engine.layers.linear import RowParallelLinear, attach_merged, project
 from waybill.engine.layers.norm import RMSNorm
 from waybill.engine.layers.rotary import rotate
 
@@ -19,7 +19,7 @@ class RopeAttention(BaseOP):
 
     def __init__(self, parameters: Parameters, path: str, layer: int) -> None:
         config, tp = parameters.config, parameters.tp.size
-        self.qkv_proj = Linear(parameters, f"{path}.qkv_proj")
+        self._qkv = attach_merged(self, parameters, path, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
         self.o_proj = RowParallelLinear(parameters, f"{path}.o_proj")
         if config.qk_norm:
             self.q_norm = RMSNorm(parameters, f"{path}.q_norm")
@@ -33,7 +33,7 @@ class RopeAttention(BaseOP):
     def forward(self, x_TX: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         heads = self._q_heads + self._kv_heads
-        qkv = self.qkv_proj.forward(x_TX).view(-1, heads + self._kv_heads, self._head_dim)
+        qkv = project(self._qkv, x_TX).view(-1, heads + self._kv_heads, self._head_dim)
         qk, v_TKD = qkv[:, :heads], qkv[:, heads:]
         if self._qk_norm:
             q, k = qk[:, : self._q_heads], qk[:, self._q_heads :]

@@ -10,33 +10,54 @@ import torch
 from waybill.config import ModelConfig
 from waybill.engine.blueprint import engine_parameters
 from waybill.engine.distributed import TPInfo
+from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.errors import DtypeMismatch, MissingWeight, Refused, ShapeMismatch, UnclaimedWeight, WaybillError
+from waybill.plan.parameter import Packing
 
 
 class Parameters:
     """Makes this rank's empty tensors from the engine's declarations, in the current default dtype and device."""
 
-    def __init__(self, config: ModelConfig, tp: TPInfo) -> None:
+    def __init__(self, config: ModelConfig, tp: TPInfo, packings: Mapping[str, Packing]) -> None:
         self.config = config
         self.tp = tp
-        self._shapes = {spec.name: spec.local_shape(tp.rank, tp.size) for spec in engine_parameters(config)}
+        self._specs = {spec.name: spec for spec in engine_parameters(config, packings)}
+        self._tensors = {
+            name: form for spec in self._specs.values() for name, form in spec.tensors(tp.rank, tp.size).items()
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether this model declares the parameter."""
+        return name in self._specs
+
+    def packing(self, name: str) -> Packing | None:
+        """How this rank's cut of a parameter is packed, or None: float."""
+        return self._specs[name].local_packing(self.tp.size)
+
+    def in_features(self, name: str) -> int:
+        """K of this rank's cut of a matrix, before its last group is filled up."""
+        return self._specs[name].local_shape(self.tp.rank, self.tp.size)[-1]
 
     def empty(self, name: str) -> torch.Tensor:
         """An uninitialised tensor of the declared shape."""
-        return torch.empty(self._shapes[name])
+        shape, dtype = self._tensors[name]
+        return torch.empty(shape) if dtype is None else torch.empty(shape, dtype=TORCH_DTYPES[dtype])
 
     def optional(self, name: str) -> torch.Tensor | None:
         """The same, or None when this model does not declare the parameter (a bias, say)."""
-        return self.empty(name) if name in self._shapes else None
+        return self.empty(name) if name in self._tensors else None
 
 
 class BaseOP:
-    """A layer. Tensor attributes are its weights, BaseOP attributes its children; names starting with _ are neither."""
+    """A layer. Tensor attributes are its weights, BaseOP attributes its children; names starting with _ are neither.
+
+    A child called `matrix` lends its weights to its owner: they appear under the owner's path.
+    """
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Every weight below this layer, by dotted attribute path."""
         state: dict[str, torch.Tensor] = {}
-        for name, value in self._members():
+        for _, name, value in self._members():
             if isinstance(value, torch.Tensor):
                 state[prefix + name] = value
             else:
@@ -58,16 +79,25 @@ class BaseOP:
         for owner, name, tensor in steps:
             setattr(owner, name, tensor)
 
-    def _members(self) -> Iterator[tuple[str, Any]]:
+    def descendants(self) -> Iterator[BaseOP]:
+        """Every layer below this one."""
         for name, value in vars(self).items():
-            if not name.startswith("_") and isinstance(value, (torch.Tensor, BaseOP)):
-                yield name, value
+            if not name.startswith("_") and isinstance(value, BaseOP):
+                yield value
+                yield from value.descendants()
+
+    def _members(self) -> Iterator[tuple[BaseOP, str, Any]]:
+        for name, value in vars(self).items():
+            if name == "matrix":
+                yield from value._members()
+            elif not name.startswith("_") and isinstance(value, (torch.Tensor, BaseOP)):
+                yield self, name, value
 
     def _take(
         self, rest: dict[str, torch.Tensor], prefix: str, problems: list[WaybillError]
     ) -> Iterator[tuple[BaseOP, str, torch.Tensor]]:
         """Claim this layer's tensors out of `rest`; yields what to set once everything is known to fit."""
-        for name, value in self._members():
+        for owner, name, value in self._members():
             if isinstance(value, BaseOP):
                 yield from value._take(rest, f"{prefix}{name}.", problems)
                 continue
@@ -75,7 +105,7 @@ class BaseOP:
             if problem := _misfit(prefix + name, value, tensor):
                 problems.append(problem)
             elif tensor is not None:
-                yield self, name, tensor
+                yield owner, name, tensor
 
 
 Op = TypeVar("Op", bound=BaseOP)
@@ -87,9 +117,15 @@ class OPList(BaseOP, Generic[Op]):
     def __init__(self, ops: list[Op]) -> None:
         self.op_list = ops
 
-    def _members(self) -> Iterator[tuple[str, Any]]:
+    def descendants(self) -> Iterator[BaseOP]:
+        """Every layer below this one."""
+        for op in self.op_list:
+            yield op
+            yield from op.descendants()
+
+    def _members(self) -> Iterator[tuple[BaseOP, str, Any]]:
         for number, op in enumerate(self.op_list):
-            yield str(number), op
+            yield self, str(number), op
 
 
 def _misfit(name: str, slot: torch.Tensor, tensor: torch.Tensor | None) -> WaybillError | None:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.nn.functional as F
 
 from waybill.engine.blueprint import EMBEDDING, HEAD
 from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import all_gather_last, all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
+from waybill.engine.layers.matrix import FloatMatrix, make_matrix
 
 
 class VocabParallelEmbedding(BaseOP):
     """Rows of the table are cut across ranks; a rank contributes zeros for tokens it does not hold."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self.weight = parameters.empty(EMBEDDING)
+        self.matrix = make_matrix(parameters, EMBEDDING)
         self._tp = parameters.tp
+        self._rows = -(-parameters.config.vocab_size // parameters.tp.size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, H]."""
         if self._tp.size == 1:
-            return F.embedding(ids_T, self.weight)
-        rows = self.weight.shape[0]
-        local_T = ids_T - self._tp.rank * rows
-        mine_T = (local_T >= 0) & (local_T < rows)
-        x_TH = F.embedding(local_T.clamp(0, rows - 1), self.weight)
+            return self.matrix.rows(ids_T)
+        local_T = ids_T - self._tp.rank * self._rows
+        mine_T = (local_T >= 0) & (local_T < self._rows)
+        x_TH = self.matrix.rows(local_T.clamp(0, self._rows - 1))
         return all_reduce(x_TH * mine_T[:, None])
 
 
@@ -36,25 +36,38 @@ class ParallelLMHead(BaseOP):
 
     def __init__(self, parameters: Parameters, embedding: VocabParallelEmbedding) -> None:
         self._embedding = embedding
+        self._parameters = parameters
         self._vocab = parameters.config.vocab_size
-        self.weight = None if parameters.config.tie_word_embeddings else parameters.empty(HEAD)
+        if not parameters.config.tie_word_embeddings:
+            self.matrix = make_matrix(parameters, HEAD)
 
     @property
     def is_tied(self) -> bool:
         """Whether the embedding's rows serve as the head."""
-        return self.weight is None
+        return not hasattr(self, "matrix")
 
-    def untie(self, weight: torch.Tensor) -> None:
-        """Honour a stored head that is not the embedding."""
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The head's own float weight, or None when it has none."""
+        matrix = getattr(self, "matrix", None)
+        return matrix.weight if isinstance(matrix, FloatMatrix) else None
+
+    def untie(self) -> None:
+        """Make room for a stored head that is not the embedding."""
         warnings.warn(
             "config.json ties the head to the embedding, and the file holds a different lm_head.weight; "
             "the file's head is used",
             stacklevel=2,
         )
-        self.weight = weight
+        with torch.device("meta"):
+            self.matrix = make_matrix(self._parameters, HEAD)
+
+    def retie(self) -> None:
+        """Take `untie` back."""
+        del self.matrix
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [B, vocab]: the last position of every request, padding rows cut off."""
         x_BH = x_TH.index_select(0, get_global_ctx().batch.ends)
-        weight = self._embedding.weight if self.weight is None else self.weight
-        return all_gather_last(F.linear(x_BH, weight))[:, : self._vocab]
+        matrix = self._embedding.matrix if self.is_tied else self.matrix
+        return all_gather_last(matrix.product(x_BH))[:, : self._vocab]

@@ -1,12 +1,15 @@
-"""Linear layers, whole or cut across ranks. Shape letters: T tokens, I in, O out."""
+"""Linear layers, whole or cut across ranks, float or packed. T tokens, I in, O out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from waybill.engine.distributed import all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
+from waybill.engine.layers.matrix import FloatMatrix, make_matrix
 
 
 class Linear(BaseOP):
@@ -16,12 +19,22 @@ class Linear(BaseOP):
     """
 
     def __init__(self, parameters: Parameters, path: str) -> None:
-        self.weight = parameters.empty(f"{path}.weight")
+        self.matrix = make_matrix(parameters, f"{path}.weight")
         self.bias = parameters.optional(f"{path}.bias")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The float weight; AttributeError when it is packed."""
+        if not isinstance(self.matrix, FloatMatrix):
+            raise AttributeError("the weight is packed; it has codes and scales")
+        return self.matrix.weight
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O_local]."""
-        return F.linear(x_TI, self.weight, self.bias)
+        if isinstance(self.matrix, FloatMatrix):
+            return F.linear(x_TI, self.matrix.weight, self.bias)
+        y_TO = self.matrix.product(x_TI)
+        return y_TO if self.bias is None else y_TO + self.bias
 
 
 class RowParallelLinear(Linear):
@@ -29,5 +42,23 @@ class RowParallelLinear(Linear):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """[T, I_local] -> [T, O], the same on every rank."""
-        y_TO = all_reduce(F.linear(x_TI, self.weight))
+        y_TO = all_reduce(self.matrix.product(x_TI))
         return y_TO if self.bias is None else y_TO + self.bias
+
+
+def attach_merged(
+    owner: BaseOP, parameters: Parameters, path: str, merged: str, members: Sequence[str]
+) -> list[Linear]:
+    """Give `owner` the merged projection, or its members where the plan keeps them apart; returns them in order."""
+    names = [merged] if parameters.has(f"{path}.{merged}.weight") else list(members)
+    layers = [Linear(parameters, f"{path}.{name}") for name in names]
+    for name, layer in zip(names, layers, strict=True):
+        setattr(owner, name, layer)
+    return layers
+
+
+def project(layers: Sequence[Linear], x_TI: torch.Tensor) -> torch.Tensor:
+    """The output of a merged projection, or of its members side by side."""
+    if len(layers) == 1:
+        return layers[0].forward(x_TI)
+    return torch.cat([layer.forward(x_TI) for layer in layers], dim=-1)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from waybill.engine.distributed import all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
-from waybill.engine.layers.linear import Linear, RowParallelLinear
+from waybill.engine.layers.linear import Linear, RowParallelLinear, attach_merged, project
+from waybill.engine.layers.matrix import PackedMatrix
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -20,27 +21,28 @@ class GatedMLP(BaseOP):
     """down(silu(gate(x)) · up(x)), gate and up in one product."""
 
     def __init__(self, parameters: Parameters, path: str) -> None:
-        self.gate_up_proj = Linear(parameters, f"{path}.gate_up_proj")
+        self._gate_up = attach_merged(self, parameters, path, "gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(parameters, f"{path}.down_proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+        return self.down_proj.forward(silu_and_mul(project(self._gate_up, x)))
 
 
 class Experts(BaseOP):
     """The experts' weights as banks: gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, I cut across ranks."""
 
     def __init__(self, parameters: Parameters, path: str) -> None:
-        self.gate_up_proj = parameters.empty(f"{path}.gate_up_proj")
-        self.down_proj = parameters.empty(f"{path}.down_proj")
+        self.gate_up_proj = _bank(parameters, f"{path}.gate_up_proj")
+        self.down_proj = _bank(parameters, f"{path}.down_proj")
+        self._experts = parameters.config.num_experts
 
     def forward(self, x_TH: torch.Tensor, weights_TS: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
         """Σ over a token's S chosen experts of weight · expert(x); each expert that was chosen runs once."""
         out_TH = torch.zeros_like(x_TH)
         slots = chosen_TS.shape[1]
         order = chosen_TS.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen_TS.flatten(), minlength=self.gate_up_proj.shape[0]).tolist()
+        counts = torch.bincount(chosen_TS.flatten(), minlength=self._experts).tolist()
         at = 0
         for expert, count in enumerate(counts):
             if count == 0:
@@ -48,10 +50,19 @@ class Experts(BaseOP):
             picks = order[at : at + count]
             at += count
             tokens = picks // slots
-            hidden = silu_and_mul(F.linear(x_TH[tokens], self.gate_up_proj[expert]))
-            y = F.linear(hidden, self.down_proj[expert]) * weights_TS.flatten()[picks, None]
+            hidden = silu_and_mul(_expert(self.gate_up_proj, expert, x_TH[tokens]))
+            y = _expert(self.down_proj, expert, hidden) * weights_TS.flatten()[picks, None]
             out_TH.index_add_(0, tokens, y)
         return all_reduce(out_TH)
+
+
+def _bank(parameters: Parameters, name: str) -> torch.Tensor | PackedMatrix:
+    packing = parameters.packing(name)
+    return parameters.empty(name) if packing is None else PackedMatrix(parameters, name, packing)
+
+
+def _expert(bank: torch.Tensor | PackedMatrix, index: int, x: torch.Tensor) -> torch.Tensor:
+    return bank.expert(index, x) if isinstance(bank, PackedMatrix) else F.linear(x, bank[index])
 
 
 class MoEMLP(BaseOP):

@@ -13,10 +13,12 @@ from waybill.engine.distributed import TPInfo, all_agree
 from waybill.engine.layers.attention import RopeAttention
 from waybill.engine.layers.base import BaseOP, OPList, Parameters
 from waybill.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from waybill.engine.layers.matrix import PackedMatrix
 from waybill.engine.layers.mlp import GatedMLP, MoEMLP
 from waybill.engine.layers.norm import RMSNorm
 from waybill.engine.layers.rotary import Rotary
 from waybill.errors import Refused
+from waybill.plan.parameter import Packing
 
 
 class DecoderLayer(BaseOP):
@@ -56,13 +58,19 @@ class DecoderModel(BaseOP):
 
 
 class CausalLM(BaseOP):
-    """A decoder with an output head."""
+    """A decoder with an output head, in one float dtype."""
 
-    def __init__(self, config: ModelConfig, tp: TPInfo) -> None:
-        parameters = Parameters(config, tp)
+    def __init__(self, config: ModelConfig, tp: TPInfo, packings: Mapping[str, Packing]) -> None:
+        parameters = Parameters(config, tp, packings)
         self.config = config
+        self.dtype = torch.get_default_dtype()
         self.model = DecoderModel(parameters)
         self.lm_head = ParallelLMHead(parameters, self.model.embed_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.norm.weight.device
 
     def forward(self) -> torch.Tensor:
         """Logits `[B, vocab]` of each request's last position; the batch comes from the global context."""
@@ -70,15 +78,25 @@ class CausalLM(BaseOP):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """As every layer does; a head stored for a tied model is dropped when equal, honoured when not."""
-        head, table = state.get(HEAD), state.get(EMBEDDING)
-        if not self.lm_head.is_tied or head is None or table is None:
+        stem, table = HEAD.removesuffix("weight"), EMBEDDING.removesuffix("weight")
+        head = {name: tensor for name, tensor in state.items() if name.startswith(stem)}
+        pairs = [(tensor, state.get(table + name.removeprefix(stem))) for name, tensor in head.items()]
+        if not self.lm_head.is_tied or not head or any(other is None for _, other in pairs):
             super().load_state_dict(state)
-        elif all_agree(head.shape == table.shape and torch.equal(head, table), head.device):
-            super().load_state_dict({name: tensor for name, tensor in state.items() if name != HEAD})
-        else:
-            self.lm_head.untie(torch.empty_like(self.model.embed_tokens.weight))
-            try:
-                super().load_state_dict(state)
-            except Refused:
-                self.lm_head.weight = None
-                raise
+            return
+        same = all(other is not None and a.shape == other.shape and torch.equal(a, other) for a, other in pairs)
+        if all_agree(same, next(iter(head.values())).device):
+            super().load_state_dict({name: tensor for name, tensor in state.items() if name not in head})
+            return
+        self.lm_head.untie()
+        try:
+            super().load_state_dict(state)
+        except Refused:
+            self.lm_head.retie()
+            raise
+
+    def prepare(self) -> None:
+        """Give packed weights the form their products are computed from; once, after loading."""
+        for op in self.descendants():
+            if isinstance(op, PackedMatrix) and op is not self.model.embed_tokens.matrix:  # which is looked up in
+                op.prepare()

@@ -12,6 +12,15 @@ _LAYER = "model.layers.{i}"
 _RECOMPUTED = "recomputed from the config"
 
 
+def decoder_module_kind(module: str) -> str:
+    """Which modules are tables or banks: quantizers have switches of their own for them."""
+    if module == "lm_head":
+        return "head"
+    if module.endswith("embed_tokens"):
+        return "embedding"
+    return "experts" if module.endswith((".experts.gate_up_proj", ".experts.down_proj")) else "linear"
+
+
 def decoder_source_rules(config: ModelConfig) -> RuleTable:
     """Disk names to Hugging Face module names, for one checkpoint of this family."""
     after = range(config.num_layers, config.num_layers + config.extra_layers)

@@ -1,0 +1,1 @@
+"""Producer layouts to the canonical one. Sees headers, bits and bytes; knows no model, no path, no float weight."""

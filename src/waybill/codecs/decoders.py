@@ -1,0 +1,180 @@
+"""Decoders: pure functions from boxes of stored sidecars to boxes of the canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from waybill.codecs.words import AWQ_ORDER, fields, transpose, transpose_nibbles
+from waybill.errors import ActOrder, ZeroPointMismatch
+from waybill.weights.dtypes import Array
+from waybill.weights.lazy import LazyTensor
+
+Box = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnWords:
+    """Codes packed along K in the words of a column: int32 [K·bits/32, N] to bytes [N, G, group·bits/8].
+
+    A word transposed is a word of the result: on both sides the first element lies in the low bits.
+    """
+
+    words: LazyTensor
+    bits: int
+    group: int
+    g_idx: LazyTensor | None = None
+    name: str = ""
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The word rows of the wanted groups, the columns of the wanted outputs, the group numbers of the rows."""
+        per_group = self.group * self.bits
+        first = start[1] * per_group // 32
+        last = min(-(-(start[1] + extent[1]) * per_group // 32), self.words.shape[0])
+        words = self.words.narrow(0, first, last - first).narrow(1, start[0], extent[0])
+        if self.g_idx is None:
+            return (words,)
+        rows = min(extent[1] * self.group, self.g_idx.shape[0] - start[1] * self.group)
+        return words, self.g_idx.narrow(0, start[1] * self.group, rows)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Transpose; a last group that K does not fill is filled with zeros."""
+        if self.g_idx is not None:
+            _require_trivial(arrays[1], start[1], self)
+        words = arrays[0].view(np.uint32)
+        out = np.empty(words.shape[::-1], np.uint32)
+        transpose(words, out)
+        return _grouped(out.view(np.uint8), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class RowNibbles:
+    """4-bit codes packed along N in interleaved order: int32 [K, N/8] to bytes [N, G, group/2]."""
+
+    words: LazyTensor
+    group: int
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The rows of the wanted groups, the words that hold the wanted outputs."""
+        first, last = start[0] // 8, -(-(start[0] + extent[0]) // 8)
+        rows = min(extent[1] * self.group, self.words.shape[0] - start[1] * self.group)
+        return (self.words.narrow(0, start[1] * self.group, rows).narrow(1, first, last - first),)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Transpose nibbles within words, then words; output 8c + AWQ_ORDER[s] comes from slot s."""
+        slots = transpose_nibbles(arrays[0].view(np.uint32))
+        rows, columns = slots[0].shape
+        out = np.empty((columns * 8, rows), np.uint32)
+        for slot, words in enumerate(slots):
+            transpose(words, out[AWQ_ORDER[slot] :: 8])
+        skip = start[0] % 8
+        return _grouped(out[skip : skip + extent[0]].view(np.uint8), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Codes already packed along K in bytes, rows of any length: uint8 [..., N, ceil(K·bits/8)] to whole groups."""
+
+    octets: LazyTensor
+    per_group: int
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The bytes of the wanted groups."""
+        value = self.octets
+        for axis, (at, length) in enumerate(zip(start[:-2], extent[:-2], strict=True)):
+            value = value.narrow(axis, at, length)
+        first = start[-2] * self.per_group
+        last = min((start[-2] + extent[-2]) * self.per_group, value.shape[-1])
+        return (value.narrow(len(value.shape) - 1, first, last - first),)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Fill up the last group with zeros."""
+        return _grouped(arrays[0], extent)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPoints:
+    """Zero points packed along N, [G, N·bits/32] words, or along G, [..., N, ceil(G·bits/8)] bytes; to [..., N, G].
+
+    `plus` is added to every word before its fields are taken: some producers subtract a constant from the whole word.
+    """
+
+    packed: LazyTensor
+    bits: int
+    along_outputs: bool
+    plus: int = 0
+    order: tuple[int, ...] = ()
+    midpoint_of: str = ""
+    """Set for a weight that the metadata calls symmetric: its name, should a zero point not be the midpoint."""
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """Whole words or bytes around the wanted fields."""
+        group, groups = start[-1], extent[-1]
+        if self.along_outputs:
+            per_word = 32 // self.bits
+            first, last = start[0] // per_word, -(-(start[0] + extent[0]) // per_word)
+            return (self.packed.narrow(0, group, groups).narrow(1, first, last - first),)
+        value = self.packed
+        for axis, (at, length) in enumerate(zip(start[:-1], extent[:-1], strict=True)):
+            value = value.narrow(axis, at, length)
+        per_byte = 8 // self.bits
+        first, last = group // per_byte, -(-(group + groups) // per_byte)
+        return (value.narrow(len(value.shape) - 1, first, last - first),)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Unpack, reorder, cut."""
+        group, groups = start[-1], extent[-1]
+        if not self.along_outputs:
+            skip = group % (8 // self.bits)
+            values = fields(arrays[0], self.bits)[..., skip : skip + groups]
+        else:
+            values = fields(arrays[0].view(np.uint32) + np.uint32(self.plus), self.bits)
+            if self.order:
+                in_order = np.empty_like(values)
+                for slot, output in enumerate(self.order):
+                    in_order[:, output :: len(self.order)] = values[:, slot :: len(self.order)]
+                values = in_order
+            skip = start[0] % (32 // self.bits)
+            values = values[:, skip : skip + extent[0]].T
+        if self.midpoint_of and (values != 1 << (self.bits - 1)).any():
+            raise _not_symmetric(self.midpoint_of, self.bits, values)
+        return values
+
+
+def _require_trivial(g_idx: Array, first_group: int, decoder: ColumnWords) -> None:
+    """Group numbers must run in order: a permutation is act-order, whatever the metadata says."""
+    expected = np.arange(len(g_idx), dtype=np.int32) // decoder.group + first_group
+    if not np.array_equal(g_idx, expected):
+        at = int(np.flatnonzero(g_idx != expected)[0])
+        raise ActOrder(
+            "the groups of a packed weight are permuted",
+            where=decoder.name,
+            expected="g_idx[k] = k // group",
+            found=f"g_idx[{at + first_group * decoder.group}] = {int(g_idx[at])}",
+            fix="use an export with desc_act false or static_groups true",
+        )
+
+
+def _not_symmetric(name: str, bits: int, values: Array) -> ZeroPointMismatch:
+    midpoint = 1 << (bits - 1)
+    found = int(values[values != midpoint].flat[0])
+    return ZeroPointMismatch(
+        "a weight that the metadata calls symmetric has other zero points",
+        where=name,
+        expected=f"{midpoint} everywhere",
+        found=f"{found} among them"
+        + ("; is checkpoint_format right?" if found in (midpoint - 1, midpoint + 1) else ""),
+        fix="correct sym or checkpoint_format in the quantization metadata",
+    )
+
+
+def _grouped(octets: Array, extent: Box) -> Array:
+    """Bytes [..., N, n] as [..., N, G, B], zeros after the last."""
+    whole = extent[-2] * extent[-1]
+    if octets.shape[-1] == whole:
+        return octets.reshape(extent)
+    out = np.zeros((*extent[:-2], whole), np.uint8)
+    out[..., : octets.shape[-1]] = octets
+    return out.reshape(extent)

@@ -1,0 +1,159 @@
+"""Stored tensors to typed records, as soon as headers are read: sidecars are grouped, or refused as partial."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from waybill.checkpoint import Checkpoint, TensorHeader
+from waybill.config.quantization import ComponentQuantizationManifest, ComponentQuantizationPlan
+from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError
+from waybill.weights import FloatWeight, WeightRecord, stored
+
+COMPONENT = "decoder"
+ROLES = ("qweight", "scales", "qzeros", "g_idx")
+FOREIGN_ROLES = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_zero_point",
+    "_blocks",
+    "absmax",
+    "quant_map",
+)
+"""Endings of packed formats that no codec reads yet: named, instead of reported as unknown tensors."""
+
+
+def split_role(name: str) -> tuple[str, str] | None:
+    """`…q_proj.qweight` or `…q_proj.weight_qweight` -> (`…q_proj.weight`, `qweight`); None for a plain tensor."""
+    for role in ROLES:
+        if name.endswith(f".{role}"):
+            return name.removesuffix(role) + "weight", role
+        if name.endswith(f"_{role}"):
+            return name.removesuffix(f"_{role}"), role
+    return None
+
+
+def group_records(
+    checkpoint: Checkpoint,
+    manifest: ComponentQuantizationManifest,
+    kind_of: Callable[[str], str],
+    problems: list[WaybillError],
+) -> list[WeightRecord]:
+    """Every logical weight of the checkpoint; problems are appended, and a weight that has one yields no record.
+
+    `kind_of` tells linear modules from heads, embeddings and expert banks, by module name.
+    """
+    packed: dict[str, dict[str, TensorHeader]] = defaultdict(dict)
+    records: list[WeightRecord] = []
+    for name, header in checkpoint.tensors.items():
+        if (split := split_role(name)) is not None:
+            if (first := packed[split[0]].setdefault(split[1], header)) is not header:
+                problems.append(_both(split[0], {split[1]: first}, header))
+        else:
+            records.append(WeightRecord(name, COMPONENT, FloatWeight(stored(header)), (name,), checkpoint))
+    if foreign := [name for name in checkpoint.tensors if name.endswith(FOREIGN_ROLES)]:
+        problems.append(_foreign([checkpoint.tensors[name] for name in foreign]))
+        return []
+    if not packed:
+        return records
+    plan = manifest.for_component(COMPONENT)
+    if plan is None:
+        problems.append(_no_metadata(packed))
+        return []
+    found: list[WaybillError] = []
+    for name, sidecars in packed.items():
+        if name in checkpoint.tensors:
+            found.append(_both(name, sidecars, checkpoint.tensors[name]))
+        elif (record := _packed_record(name, sidecars, plan, kind_of, checkpoint, found)) is not None:
+            records.append(record)
+    problems += _folded(found)
+    return records
+
+
+def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
+    """The same problem of the same tensor in many layers is one problem."""
+    forms: dict[tuple[str, ...], list[WaybillError]] = {}
+    for problem in problems:
+        form = re.sub(r"[0-9]+", "#", problem.where)
+        forms.setdefault((problem.code, problem.what, problem.expected, form), []).append(problem)
+    for alike in forms.values():
+        if len(alike) > 1:
+            alike[0].where += f" and {len(alike) - 1} more of this form"
+    return [alike[0] for alike in forms.values()]
+
+
+def _packed_record(
+    name: str,
+    sidecars: Mapping[str, TensorHeader],
+    plan: ComponentQuantizationPlan,
+    kind_of: Callable[[str], str],
+    checkpoint: Checkpoint,
+    problems: list[WaybillError],
+) -> WeightRecord | None:
+    from waybill.codecs.registry import CODECS  # numpy comes with it; a float checkpoint is planned without
+
+    module = name.removesuffix(".weight")
+    kind = kind_of(module)
+    config = plan.for_module(module, kind)
+    if config is None:
+        problems.append(_float_by_policy(name, sidecars, plan.reason(module, kind)))
+        return None
+    codec = CODECS[config.method]
+    if found := codec.check(name, sidecars, config):
+        problems.extend(found)
+        return None
+    tensors = tuple(header.name for header in sidecars.values())
+    return WeightRecord(name, COMPONENT, codec.normalize(name, sidecars, config), tensors, checkpoint)
+
+
+def _names(sidecars: Mapping[str, TensorHeader]) -> str:
+    return ", ".join(f"{header.name} {header}" for header in sidecars.values())
+
+
+def _foreign(headers: list[TensorHeader]) -> WaybillError:
+    return UnsupportedQuantization(
+        "the checkpoint is packed in a format that is not read",
+        where=_places(headers),
+        expected="GPTQ, AWQ or Olive sidecars, or float weights",
+        found=f"{len(headers)} tensors of another packed format",
+        fix="use an export in one of these formats, or the float checkpoint",
+    )
+
+
+def _no_metadata(packed: Mapping[str, Mapping[str, TensorHeader]]) -> WaybillError:
+    headers = [header for sidecars in packed.values() for header in sidecars.values()]
+    return UnsupportedQuantization(
+        "the checkpoint holds packed weights, and no metadata says how they are packed",
+        where=_places(headers),
+        expected="quantization_config in config.json, or quantize_config.json beside it",
+        found=f"{len(headers)} tensors of packed weights, no quantization metadata",
+        fix="download the metadata file; packed integers are never read as float weights",
+    )
+
+
+def _places(headers: Sequence[TensorHeader]) -> str:
+    names = ", ".join(header.name for header in headers[:4])
+    more = f" and {len(headers) - 4} more" if len(headers) > 4 else ""
+    return f"{names}{more} ({', '.join(sorted({header.file for header in headers})[:4])})"
+
+
+def _both(name: str, sidecars: Mapping[str, TensorHeader], plain: TensorHeader) -> WaybillError:
+    return ClaimedTwice(
+        "a weight is stored twice",
+        where=f"{name} ({plain.file})",
+        expected="one of them",
+        found=f"{plain.name} {plain} and {_names(sidecars)}",
+        fix="remove the one that does not belong to this checkpoint",
+    )
+
+
+def _float_by_policy(name: str, sidecars: Mapping[str, TensorHeader], reason: str) -> WaybillError:
+    return PackingMismatch(
+        "a weight is packed on disk, and float by the metadata",
+        where=f"{name} ({next(iter(sidecars.values())).file})",
+        expected=f"a float weight, by {reason}",
+        found=_names(sidecars),
+        fix="correct the quantization metadata, or use the weights it belongs to",
+    )

@@ -1,0 +1,11 @@
+"""Which codec reads which layout: a closed table."""
+
+from __future__ import annotations
+
+from waybill.codecs.awq import AWQ
+from waybill.codecs.gptq import GPTQ
+from waybill.codecs.olive import Olive
+from waybill.codecs.protocol import QuantizationCodec
+
+CODECS: dict[str, QuantizationCodec] = {"gptq": GPTQ(), "awq": AWQ(), "olive": Olive()}
+"""By the method of a QuantizationConfig, which the metadata's reader has already refused when unknown."""

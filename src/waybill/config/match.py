@@ -1,0 +1,105 @@
+"""Which modules a pattern of quantization metadata means: one named matcher for each producer's dialect.
+
+Patterns come from strangers, so regular expressions run on RE2, which cannot backtrack. Literals are looked up in a
+dictionary and expressions are tried together, so thousands of rules cost little more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from waybill.errors import BadPattern
+
+Plain = Literal["exact", "subtree", "substring", "regex"]
+"""What a pattern without a marker means: this name; it and all below it; any name containing it; an expression."""
+Anchor = Literal["full", "start", "search"]
+"""Where an expression must match: the whole name, from its start, anywhere."""
+
+
+class Matcher:
+    """An ordered list of patterns in one dialect."""
+
+    def __init__(self, patterns: Sequence[str], *, plain: Plain, anchor: Anchor, marker: str, where: str) -> None:
+        self.patterns = tuple(patterns)
+        self._plain = plain
+        self._literals: dict[str, list[int]] = {}
+        expressions: list[tuple[int, str]] = []
+        for index, pattern in enumerate(self.patterns):
+            if marker and pattern.startswith(marker):
+                expressions.append((index, pattern.removeprefix(marker)))
+            elif plain == "regex":
+                expressions.append((index, pattern))
+            else:
+                self._literals.setdefault(pattern, []).append(index)
+        self._set = _compile(expressions, anchor, where) if expressions else None
+        self._numbers = [index for index, _ in expressions]
+
+    def matches(self, name: str) -> list[int]:
+        """The positions of every pattern that selects `name`, in file order."""
+        found = [index for key in self._keys(name) for index in self._literals.get(key, ())]
+        if self._set is not None:
+            found += [self._numbers[i] for i in self._set.Match(name) or ()]
+        return sorted(found)
+
+    def first(self, name: str) -> int | None:
+        """The position of the first pattern that selects `name`."""
+        return min(self.matches(name), default=None)
+
+    def _keys(self, name: str) -> Iterable[str]:
+        if not self._literals:
+            return ()
+        if self._plain == "substring":
+            return [literal for literal in self._literals if literal in name]
+        if self._plain == "exact":
+            return (name,)
+        segments = name.split(".")
+        return [".".join(segments[:end]) for end in range(1, len(segments) + 1)]
+
+
+def _compile(expressions: list[tuple[int, str]], anchor: Anchor, where: str) -> Any:
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = 256 << 20
+    make = {"full": re2.Set.FullMatchSet, "start": re2.Set.MatchSet, "search": re2.Set.SearchSet}[anchor]
+    together = make(options)
+    for _, expression in expressions:
+        try:
+            together.Add(expression)
+        except (re2.error, UnicodeEncodeError) as error:
+            raise BadPattern(
+                "a pattern cannot be compiled",
+                where=f"{where}: {expression[:120]}",
+                expected="a regular expression without look-around and back-references",
+                found=str(error)[:160],
+                fix="write the pattern with plain classes, groups and alternatives",
+            ) from None
+    together.Compile()
+    return together
+
+
+def module_paths(patterns: Sequence[str], where: str) -> Matcher:
+    """GPTQ and AWQ exclusions and component plans: a path and all below it; `re:` matches the whole name."""
+    return Matcher(patterns, plain="subtree", anchor="full", marker="re:", where=where)
+
+
+def olive_exclusions(patterns: Sequence[str], where: str) -> Matcher:
+    """Olive's modules_to_not_convert: substrings; `re:` matches the whole name."""
+    return Matcher(patterns, plain="substring", anchor="full", marker="re:", where=where)
+
+
+def olive_overrides(patterns: Sequence[str], where: str) -> Matcher:
+    """Olive's overrides: exact names; `re:` matches the whole name; the first in file order wins."""
+    return Matcher(patterns, plain="exact", anchor="full", marker="re:", where=where)
+
+
+def gptq_dynamic(patterns: Sequence[str], where: str) -> Matcher:
+    """GPTQModel's dynamic: expressions anchored at the start only; the first in file order wins."""
+    return Matcher(patterns, plain="regex", anchor="start", marker="", where=where)
+
+
+def auto_round_search(patterns: Sequence[str], where: str) -> Matcher:
+    """auto-round's extra_config where no module has that exact name: an expression found anywhere."""
+    return Matcher(patterns, plain="regex", anchor="search", marker="", where=where)

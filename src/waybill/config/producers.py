@@ -1,0 +1,322 @@
+"""Quantization metadata as producers write it: every place and form, read into one policy.
+
+Strict: an unknown method, a missing number or two places that disagree are refused, with the key path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from waybill.config.fields import Fields
+from waybill.config.match import (
+    Matcher,
+    auto_round_search,
+    gptq_dynamic,
+    module_paths,
+    olive_exclusions,
+    olive_overrides,
+)
+from waybill.config.quantization import (
+    ComponentQuantizationManifest,
+    ComponentQuantizationPlan,
+    Override,
+    QuantizationConfig,
+)
+from waybill.errors import BadConfig, BadPattern, ConfigConflict, UnsupportedQuantization, WaybillError
+
+BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8)}
+
+
+def read_quantization(
+    config: Mapping[str, Any], side_files: Mapping[str, Mapping[str, Any]], problems: list[WaybillError]
+) -> ComponentQuantizationManifest:
+    """The manifest of a text model, a package of one component; problems are appended, not raised."""
+    places = _places(config, side_files)
+    if not places:
+        return ComponentQuantizationManifest()
+    (where, block), *others = places.items()
+    stated = _stated(block, where)
+    for other, again in others:
+        repeated = _stated({"quant_method": _method(block, where), **again}, other)
+        if (difference := _difference(stated, repeated)) is not None:
+            problems.append(
+                ConfigConflict(
+                    "two places state the quantization differently",
+                    where=f"{where} and {other}",
+                    expected="one statement",
+                    found=difference,
+                    fix="remove the one that does not describe these weights",
+                )
+            )
+    plan = _plan(block, where, problems)
+    return ComponentQuantizationManifest({"decoder": plan} if plan else {})
+
+
+def _places(config: Mapping[str, Any], side_files: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Every place that states a layout for the one component, the authoritative first."""
+    found: dict[str, Mapping[str, Any]] = {}
+    components = config.get("component_quantization")
+    block = config.get("quantization_config")
+    nested = config.get("text_config")
+    if isinstance(components, Mapping):
+        for name, entry in components.items():
+            _add(found, f"config.json: component_quantization.{name}", entry)
+    if isinstance(block, Mapping) and isinstance(block.get("components"), Mapping):
+        for name, entry in block["components"].items():
+            _add(found, f"config.json: quantization_config.components.{name}", entry)
+    else:
+        _add(found, "config.json: quantization_config", block)
+    if isinstance(nested, Mapping):
+        _add(found, "config.json: text_config.quantization_config", nested.get("quantization_config"))
+    for file, content in side_files.items():
+        _add(found, file, content)
+    return found
+
+
+def _add(found: dict[str, Mapping[str, Any]], where: str, block: Any) -> None:
+    if isinstance(block, Mapping) and block:
+        found[where] = block
+
+
+_SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
+_FORMS = {
+    "gptq": ("checkpoint_format", ("checkpoint_format", "format"), "gptq"),
+    "awq": ("version", ("version", "format"), "gemm"),
+    "auto-round": ("packing_format", ("packing_format", "backend"), "auto_round:gptq"),
+}
+"""Where a method states the form of its tensors, and what it means when it does not."""
+
+
+def _form(block: Mapping[str, Any], method: str) -> str:
+    _, keys, default = _FORMS[method]
+    return next((str(block[key]) for key in keys if block.get(key)), default).lower()
+
+
+def _stated(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a place says, in one spelling."""
+    method = _method(block, where)
+    out = {key: value for key, value in _aliased(block).items() if key in ("bits", "group_size", "zero_point")}
+    out["sym"] = block.get("sym", block.get("symmetric"))
+    if method in _READERS:
+        out["quant_method"] = method
+    if method in _FORMS:
+        out[_FORMS[method][0]] = _form(block, method)
+    return out
+
+
+def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    for name, a in first.items():
+        b = second.get(name)
+        if a is not None and b is not None and a != b:
+            return f"{name}: {a!r} and {b!r}"
+    return None
+
+
+def _plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
+    before = len(problems)
+    method = _method(block, where)
+    reader = _READERS.get(method)
+    if reader is None:
+        problems.append(
+            _unsupported("the quantization method is not supported", where, " | ".join(_READERS), repr(method))
+        )
+        return None
+    try:
+        plan = reader(Fields(_aliased(block), {}, problems, where))
+    except BadPattern as error:
+        problems.append(error)
+        return None
+    if len(problems) > before:
+        return None
+    known = BITS[plan.layout.method]
+    changes = [value.changes or {} for value in plan.override_values]
+    for bits in dict.fromkeys([plan.layout.bits, *(change["bits"] for change in changes if "bits" in change)]):
+        if bits not in known:
+            expected = " or ".join(map(str, known)) + " bits"
+            problems.append(_unsupported("the bit width is not supported", where, expected, f"{bits} bits"))
+    return plan if len(problems) == before else None
+
+
+def _unsupported(what: str, where: str, expected: str, found: str) -> UnsupportedQuantization:
+    fix = "use another export of this model, or the float checkpoint it was made from"
+    return UnsupportedQuantization(what, where=where, expected=expected, found=found, fix=fix)
+
+
+def _method(block: Mapping[str, Any], where: str) -> str:
+    stated = block.get("quant_method") or block.get("method")
+    if stated is None and where.startswith("quantize_config"):
+        return "gptq"  # the file's name says it
+    if stated is None and where.startswith("quant_config"):
+        return "awq"
+    return "auto-round" if isinstance(stated, str) and "auto-round" in stated else str(stated)
+
+
+def _aliased(block: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling for each number."""
+    out = dict(block)
+    for name, aliases in _SPELLINGS.items():
+        for alias in aliases:
+            if out.get(name) is None and out.get(alias) is not None:
+                out[name] = out[alias]
+    return out
+
+
+def _layout(fields: Fields, method: str, symmetric: bool, **more: Any) -> QuantizationConfig:
+    return QuantizationConfig(
+        method=method,
+        bits=fields.integer("bits", high=32),
+        group_size=fields.integer("group_size", low=-1),
+        symmetric=symmetric,
+        **more,
+    )
+
+
+def _strings(fields: Fields, key: str) -> list[str]:
+    """A list of patterns, a single one, or null."""
+    value = fields.raw.get(key)
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    return list(fields.strings(key))
+
+
+def _exclusions(fields: Fields) -> Matcher:
+    key = "modules_to_not_convert"
+    return module_paths(_strings(fields, key), f"{fields.where}.{key}")
+
+
+def _gptq(fields: Fields) -> ComponentQuantizationPlan:
+    form = str(fields.raw.get("checkpoint_format") or fields.raw.get("format") or "gptq").lower()
+    if form not in ("gptq", "gptq_v2") or fields.raw.get("is_marlin_format"):
+        form = "marlin" if fields.raw.get("is_marlin_format") else form
+        fields.problems.append(
+            _unsupported(
+                "the checkpoint format is not supported", f"{fields.where}.checkpoint_format", "gptq | gptq_v2", form
+            )
+        )
+    static = fields.raw.get("static_groups")
+    meta = fields.raw.get("meta")
+    if static is None and isinstance(meta, Mapping):
+        static = meta.get("static_groups")
+    symmetric = fields.boolean("sym") if fields.stated("sym") else True
+    layout = _layout(
+        fields,
+        "gptq",
+        symmetric,
+        zero_offset=form == "gptq",
+        desc_act=fields.boolean("desc_act") and static is not True,
+    )
+    dynamic = fields.mapping("dynamic")
+    patterns, values = [], []
+    for pattern, change in dynamic.items():
+        patterns.append(pattern.removeprefix("-:").removeprefix("+:"))
+        values.append(Override(changes=None if pattern.startswith("-:") else _changes(change, fields)))
+    return ComponentQuantizationPlan(
+        layout=layout,
+        modules_to_not_convert=_exclusions(fields),
+        overrides=gptq_dynamic(patterns, f"{fields.where}.dynamic"),
+        override_values=tuple(values),
+        heads={"head": fields.boolean("lm_head")},
+    )
+
+
+def _awq(fields: Fields) -> ComponentQuantizationPlan:
+    version = str(fields.raw.get("version") or fields.raw.get("format") or "gemm").lower()
+    if version != "gemm" or fields.raw.get("backend") == "llm-awq":
+        version = "llm-awq" if fields.raw.get("backend") == "llm-awq" else version
+        fields.problems.append(
+            _unsupported("the AWQ version is not supported", f"{fields.where}.version", "gemm", version)
+        )
+    zero_point = fields.boolean("zero_point") if fields.stated("zero_point") else True
+    return ComponentQuantizationPlan(
+        layout=_layout(fields, "awq", not zero_point),
+        modules_to_not_convert=_exclusions(fields),
+        overrides=gptq_dynamic([], fields.where),
+        heads={},
+    )
+
+
+def _olive(fields: Fields) -> ComponentQuantizationPlan:
+    overrides = fields.mapping("overrides")
+    symmetric = fields.boolean("symmetric", required=True)
+    return ComponentQuantizationPlan(
+        layout=_layout(fields, "olive", symmetric),
+        modules_to_not_convert=olive_exclusions(
+            _strings(fields, "modules_to_not_convert"), f"{fields.where}.modules_to_not_convert"
+        ),
+        overrides=olive_overrides(list(overrides), f"{fields.where}.overrides"),
+        override_values=tuple(Override(changes=_changes(change, fields)) for change in overrides.values()),
+        heads={
+            "head": fields.boolean("lm_head"),
+            "embedding": fields.boolean("embeds"),
+            "experts": fields.boolean("moe"),
+        },
+    )
+
+
+_AUTO_ROUND_FORMS = {
+    "auto_round:gptq": ("gptq", 1),
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round": ("gptq", 0),
+    "auto_round:exllamav2": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+    "auto_round:awq": ("awq", 0),
+}
+"""packing_format to the layout of its tensors and what was subtracted from the zero points."""
+
+
+def _auto_round(fields: Fields) -> ComponentQuantizationPlan:
+    form = str(fields.raw.get("packing_format") or fields.raw.get("backend") or "auto_round:gptq")
+    known = _AUTO_ROUND_FORMS.get(form) or _AUTO_ROUND_FORMS.get(":".join(form.split(":")[:2]))
+    if known is None:
+        expected = " | ".join(_AUTO_ROUND_FORMS)
+        fields.problems.append(
+            _unsupported("the packing format is not supported", f"{fields.where}.packing_format", expected, form)
+        )
+        known = ("gptq", 0)
+    symmetric = fields.boolean("sym") if fields.stated("sym") else True
+    extra = fields.mapping("extra_config")
+    changes = [Override(changes=_changes(change, fields)) for change in extra.values()]
+    blocks = fields.raw.get("block_name_to_quantize") or fields.raw.get("to_quant_block_names")
+    names = blocks.split(",") if isinstance(blocks, str) else blocks
+    within = [str(name).strip() for name in names] if isinstance(names, list) else None
+    return ComponentQuantizationPlan(
+        layout=_layout(fields, known[0], symmetric, zero_offset=known[1]),
+        modules_to_not_convert=module_paths([], fields.where),
+        overrides=auto_round_search(list(extra), f"{fields.where}.extra_config"),
+        override_values=tuple(changes),
+        exact_overrides=dict(zip(extra, changes, strict=True)),
+        within=module_paths(within, fields.where) if within else None,
+        heads={},
+    )
+
+
+_READERS = {"gptq": _gptq, "awq": _awq, "olive": _olive, "auto-round": _auto_round}
+
+
+def _changes(change: Any, fields: Fields) -> Mapping[str, Any] | None:
+    """The fields an override states, by our names; None when it makes the module float."""
+    if not isinstance(change, Mapping):
+        found = repr(change)[:120]
+        fix = "state the fields that differ, as the producer published them"
+        fields.problems.append(
+            BadConfig("a rule is not an object", where=fields.where, expected="an object", found=found, fix=fix)
+        )
+        return {}
+    own = Fields(_aliased(change), {}, fields.problems, fields.where)
+    out: dict[str, Any] = {}
+    if own.stated("bits"):
+        out["bits"] = own.integer("bits", high=32)
+        if out["bits"] >= 16:
+            return None
+    if own.stated("group_size"):
+        out["group_size"] = own.integer("group_size", low=-1)
+    for key in ("sym", "symmetric"):
+        if own.stated(key):
+            out["symmetric"] = own.boolean(key)
+    if own.stated("desc_act"):
+        out["desc_act"] = own.boolean("desc_act")
+    return out

@@ -1,0 +1,98 @@
+"""Quantization metadata: every place and form it is stated in, as one policy that answers for one module.
+
+Strict: an unknown method, a missing number or two places that disagree are refused, with the key path. What a module is
+packed as is decided by the first of: an exclusion, an override, the layout of its component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from waybill.config.match import Matcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationConfig:
+    """How one module is packed. group_size -1 is one group over all of K.
+
+    `zero_offset` is what the producer subtracted from every stored zero point (GPTQ v1: 1).
+    """
+
+    method: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_offset: int = 0
+    desc_act: bool = False
+
+    def __str__(self) -> str:
+        sign = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.method} {self.bits}-bit, group {self.group_size}, {sign}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """What a rule changes: None makes a module float, otherwise the stated fields replace the component's."""
+
+    changes: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentQuantizationPlan:
+    """What one component's modules are, module by module. Names are Hugging Face module paths as stored."""
+
+    layout: QuantizationConfig
+    modules_to_not_convert: Matcher
+    overrides: Matcher
+    override_values: tuple[Override, ...] = ()
+    exact_overrides: Mapping[str, Override] = field(default_factory=dict)
+    within: Matcher | None = None
+    """Only modules under these paths are packed, when the producer says so."""
+    heads: Mapping[str, bool] = field(default_factory=dict)
+    """Kinds of tables (`head`, `embedding`) the producer states to be packed or not."""
+
+    def for_module(self, name: str, kind: str = "linear") -> QuantizationConfig | None:
+        """The effective layout, or None for float."""
+        override = self.exact_overrides.get(name)
+        if override is None and (first := self.overrides.first(name)) is not None:
+            override = self.override_values[first]
+        if override is not None and override.changes is None:
+            return None
+        if self.modules_to_not_convert.first(name) is not None:
+            return None
+        stated = override is not None
+        if not stated and not self.heads.get(kind, kind == "linear"):
+            return None
+        if not stated and self.within is not None and kind == "linear" and self.within.first(name) is None:
+            return None
+        return replace(self.layout, **override.changes) if override and override.changes else self.layout
+
+    def reason(self, name: str, kind: str = "linear") -> str:
+        """Which part of the metadata decides, in words."""
+        if name in self.exact_overrides:
+            return f"the entry {name!r}"
+        if (first := self.overrides.first(name)) is not None:
+            return f"the rule {self.overrides.patterns[first]!r}"
+        if (first := self.modules_to_not_convert.first(name)) is not None:
+            return f"the exclusion {self.modules_to_not_convert.patterns[first]!r}"
+        if kind != "linear":
+            return f"the default for an {kind}" if kind == "embedding" else f"the default for a {kind}"
+        return "the model-wide layout"
+
+    def patterns(self) -> list[tuple[str, Matcher]]:
+        """Every list of patterns with its name, for counting hits."""
+        lists = [("modules_to_not_convert", self.modules_to_not_convert), ("overrides", self.overrides)]
+        return [*lists, ("blocks", self.within)] if self.within is not None else lists
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentQuantizationManifest:
+    """One plan for each component that is packed; a component without an entry is float."""
+
+    plans: Mapping[str, ComponentQuantizationPlan] = field(default_factory=dict)
+
+    def for_component(self, name: str) -> ComponentQuantizationPlan | None:
+        """The component's plan, or None: float."""
+        return self.plans.get(name)

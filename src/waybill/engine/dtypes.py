@@ -1,0 +1,7 @@
+"""Safetensors dtype tags as torch dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}

@@ -1,0 +1,103 @@
+"""Whether disk, metadata and target agree about packing. Disk is evidence, config is policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from waybill.config.quantization import ComponentQuantizationManifest
+from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError
+from waybill.plan.diagnose import Slots, describe_packing, some
+from waybill.plan.parameter import ParameterSpec
+from waybill.weights import FloatWeight
+
+SMALLEST_GROUP = 16
+"""Elements of K a scale must cover at least."""
+
+
+def everything(
+    specs: Sequence[ParameterSpec],
+    slots: Mapping[str, Slots],
+    manifest: ComponentQuantizationManifest,
+    kind_of: Callable[[str], str],
+    legal: Sequence[int],
+    tp: int,
+) -> Iterator[WaybillError]:
+    """Every disagreement that grouping could not see."""
+    yield from policy(specs, slots, manifest, kind_of)
+    yield from ties(specs, slots)
+    yield from packed_cuts(specs, legal, tp)
+
+
+def policy(
+    specs: Sequence[ParameterSpec],
+    slots: Mapping[str, Slots],
+    manifest: ComponentQuantizationManifest,
+    kind_of: Callable[[str], str],
+) -> Iterator[WaybillError]:
+    """Weights that are float on disk and packed by the metadata. (Grouping has refused the reverse.)"""
+    if not manifest.plans:
+        return
+    forms: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    stored = (r for spec in specs if spec.kind not in ("vector", "router") for r in slots.get(spec.name, {}).values())
+    for record in stored:
+        plan = manifest.for_component(record.component)
+        if plan is None or not isinstance(record.storage, FloatWeight):
+            continue
+        module = record.source_name.removesuffix(".weight")
+        kind = kind_of(module)
+        if (config := plan.for_module(module, kind)) is not None:
+            forms[plan.reason(module, kind), str(config)][record.source_name] = record.file
+    for (reason, stated), files in forms.items():
+        yield PackingMismatch(
+            "weights are float on disk, and packed by the metadata",
+            where=f"{some(list(files))} ({some(sorted(set(files.values())))})",
+            expected=f"{stated}, by {reason}",
+            found=f"{len(files)} float weights",
+            fix="list these modules in the metadata's exclusions, or use the weights it belongs to",
+        )
+
+
+def ties(specs: Sequence[ParameterSpec], slots: Mapping[str, Slots]) -> Iterator[WaybillError]:
+    """A tied parameter that is stored again must be stored as what it is tied to."""
+    by_name = {spec.name: spec for spec in specs}
+    for spec in specs:
+        if spec.tied_to is None or spec.name not in slots or spec.tied_to not in slots:
+            continue
+        table = by_name[spec.tied_to]
+        if (spec.packing is None) != (table.packing is None):
+            record = next(iter(slots[spec.name].values()))
+            yield PackingMismatch(
+                "a tied weight is packed and what it is tied to is not, or the reverse",
+                where=f"{record.source_name} ({record.file})",
+                expected=f"{describe_packing(table.packing)}, as {table.name}",
+                found=describe_packing(spec.packing),
+                fix="set tie_word_embeddings to false if the two are meant to differ",
+            )
+
+
+def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -> Iterator[WaybillError]:
+    """Row cuts that would leave groups too small to compute with; `legal` are the sizes the config allows."""
+    packed = [spec for spec in specs if spec.packing is not None]
+    small = next((spec for spec in packed if _smallest_group([spec], tp) < SMALLEST_GROUP), None)
+    if small is None or small.packing is None or tp not in legal:
+        return
+    best = max(n for n in legal if n <= tp and _smallest_group(packed, n) >= SMALLEST_GROUP)
+    yield IllegalParallelism(
+        "a packed weight cannot be cut into that many ranks",
+        where=small.name,
+        expected=f"at most {best} ranks, so that groups stay whole or can be refined to {SMALLEST_GROUP} or more",
+        found=f"K {small.parts[0].shape[-1]}, group {small.packing.group}, {tp} ranks",
+        fix=f"use --tp {best}",
+    )
+
+
+def _smallest_group(specs: Sequence[ParameterSpec], tp: int) -> int:
+    return min((packing.group for spec in specs if (packing := spec.local_packing(tp)) is not None), default=1 << 30)
+
+
+def separate(specs: Sequence[ParameterSpec]) -> Iterator[str]:
+    """A line for projections that are usually merged and are not, because they are packed differently."""
+    apart = [spec.name for spec in specs if spec.apart]
+    if apart:
+        yield f"kept apart, because packed differently: {some(apart)}"

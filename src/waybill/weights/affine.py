@@ -1,0 +1,187 @@
+"""The canonical affine form, and the algebra that is exact on it.
+
+W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], g = k // group. Leading axes (experts) may stand before N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from waybill.weights.lazy import Decoded, LazyTensor, concat, stack, stored
+
+if TYPE_CHECKING:
+    from waybill.weights.dtypes import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffineLayout:
+    """How a weight is packed: bits a code, elements of K a scale, and whether every zero point is the midpoint."""
+
+    bits: int
+    group: int
+    symmetric: bool
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, group {self.group}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffinePackedWeight:
+    """One packed weight in canonical form.
+
+    codes: U8 [..., N, G, group·bits/8], the first element in the low bits; scales: float [..., N, G];
+    zero_points: U8 [..., N, G], unpacked, or None: 2**(bits-1) everywhere. in_features is K before its last group is
+    filled up.
+    """
+
+    layout: AffineLayout
+    in_features: int
+    codes: LazyTensor
+    scales: LazyTensor
+    zero_points: LazyTensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [..., N, K]."""
+        return (*self.codes.shape[:-2], self.in_features)
+
+    @property
+    def parts(self) -> dict[str, LazyTensor]:
+        """What is stored of it, by role."""
+        held = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
+        return {role: value for role, value in held.items() if value is not None}
+
+    def narrow(self, axis: int, start: int, length: int) -> AffinePackedWeight:
+        """Keep part of an axis of the logical shape; ValueError when a cut along K would split a group."""
+        if axis != len(self.shape) - 1:
+            return self._map(lambda value: value.narrow(axis, start, length))
+        if start == 0 and length == self.in_features:
+            return self
+        group = self.layout.group
+        if start % group or (length % group and start + length != self.in_features):
+            raise ValueError(f"{start}:{start + length} splits a group of {group}")
+        cut = self._map(lambda value: value.narrow(axis, start // group, -(-length // group)))
+        return replace(cut, in_features=length)
+
+    def select(self, axis: int, index: int) -> AffinePackedWeight:
+        """Take one position of a leading axis and drop the axis."""
+        return self._map(lambda value: value.select(axis, index))
+
+    def pad(self, axis: int, length: int) -> AffinePackedWeight:
+        """Append rows whose scale is zero, so that every element of them is."""
+        return self._map(lambda value: value.pad(axis, length))
+
+    def with_zero_points(self) -> AffinePackedWeight:
+        """The same weight with its midpoint written out."""
+        if self.zero_points is not None:
+            return self
+        midpoint = Decoded("midpoint", "U8", self.scales.shape, "", 0, Constant(1 << (self.layout.bits - 1)))
+        return replace(self, zero_points=stored(midpoint))
+
+    def refine(self, group: int) -> AffinePackedWeight:
+        """The same weight in smaller groups: each scale and zero point is repeated. `group` divides the present one."""
+        repeat, rest = divmod(self.layout.group, group)
+        if rest:
+            raise ValueError(f"{group} does not divide {self.layout.group}")
+        if repeat == 1:
+            return self
+        groups = -(-self.in_features // group)
+        octets = group * self.layout.bits // 8
+
+        def refined(value: LazyTensor, *last: int, split: bool) -> LazyTensor:
+            name, file, offset = _begin(value)
+            shape = (*self.codes.shape[:-2], *last)
+            return stored(Decoded(name, value.dtype, shape, file, offset, Refined(value, repeat, split)))
+
+        zeros = self.zero_points
+        return replace(
+            self,
+            layout=replace(self.layout, group=group),
+            codes=refined(self.codes, groups, octets, split=True),
+            scales=refined(self.scales, groups, split=False),
+            zero_points=None if zeros is None else refined(zeros, groups, split=False),
+        )
+
+    def _map(self, change: Callable[[LazyTensor], LazyTensor]) -> AffinePackedWeight:
+        zeros = None if self.zero_points is None else change(self.zero_points)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zero_points=zeros)
+
+
+def concat_affine(parts: Sequence[AffinePackedWeight], axis: int) -> AffinePackedWeight:
+    """Join along N; the parts agree in bits, group and K (the caller has checked)."""
+    return _join(parts, lambda values: concat(values, axis))
+
+
+def stack_affine(parts: Sequence[AffinePackedWeight]) -> AffinePackedWeight:
+    """Lay equal weights side by side along a new first axis."""
+    return _join(parts, stack)
+
+
+def _join(
+    parts: Sequence[AffinePackedWeight], join: Callable[[Sequence[LazyTensor]], LazyTensor]
+) -> AffinePackedWeight:
+    if any(part.zero_points is not None for part in parts):
+        parts = [part.with_zero_points() for part in parts]
+    zeros = [part.zero_points for part in parts if part.zero_points is not None]
+    symmetric = all(part.layout.symmetric for part in parts)
+    return replace(
+        parts[0],
+        layout=replace(parts[0].layout, symmetric=symmetric),
+        codes=join([part.codes for part in parts]),
+        scales=join([part.scales for part in parts]),
+        zero_points=join(zeros) if zeros else None,
+    )
+
+
+def _begin(value: LazyTensor) -> tuple[str, str, int]:
+    """The name, file and offset a computation over `value` is known by."""
+    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
+    return first.name, first.file, first.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """Codes [..., G, B] to [..., G·r, B/r] (`split`), or scales and zero points [..., G] repeated to [..., G·r]."""
+
+    value: LazyTensor
+    repeat: int
+    split: bool
+
+    def inputs(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[LazyTensor, ...]:
+        """The present groups around the wanted ones."""
+        group_axis = len(start) - (2 if self.split else 1)
+        value = self.value
+        for axis in range(group_axis):
+            value = value.narrow(axis, start[axis], extent[axis])
+        first = start[group_axis] // self.repeat
+        last = -(-(start[group_axis] + extent[group_axis]) // self.repeat)
+        return (value.narrow(group_axis, first, last - first),)
+
+    def decode(self, arrays: Sequence[Array], start: tuple[int, ...], extent: tuple[int, ...]) -> Array:
+        """Split or repeat, then cut to the wanted groups."""
+        values = arrays[0]
+        if not self.split:
+            skip = start[-1] % self.repeat
+            return values.repeat(self.repeat, axis=-1)[..., skip : skip + extent[-1]]
+        skip = start[-2] % self.repeat
+        finer = values.reshape(*values.shape[:-2], values.shape[-2] * self.repeat, values.shape[-1] // self.repeat)
+        return finer[..., skip : skip + extent[-2], start[-1] : start[-1] + extent[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A decoder without inputs: one value everywhere."""
+
+    value: int
+
+    def inputs(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[LazyTensor, ...]:
+        """Nothing is read."""
+        return ()
+
+    def decode(self, arrays: Sequence[Array], start: tuple[int, ...], extent: tuple[int, ...]) -> Array:
+        """The value, `extent` times."""
+        import numpy as np
+
+        return np.full(extent, self.value, np.uint8)
