@@ -12,6 +12,7 @@ from waybill.config.model import DTYPE_TAGS
 from waybill.config.producers import read_quantization
 from waybill.errors import BadOption, Refused
 from waybill.plan import Plan, make_plan
+from waybill.plan.collection import uncollected
 from waybill.plan.planner import Family, Target
 from waybill.rules.tables.decoder import decoder_module_kind, decoder_source_rules
 from waybill.weights import WeightRecord
@@ -65,14 +66,9 @@ def plan(
             f"0 to {tp - 1}" if tp > 0 else "tp of at least 1",
             f"rank {rank} of {tp}",
         )
-    return make_plan(
-        checkpoint,
-        target=_target(target),
-        family=DECODER,
-        tp=tp,
-        rank=rank,
-        dtype=dtype_tag(dtype) if dtype is not None else None,
-    )
+    tag = dtype_tag(dtype) if dtype is not None else None
+    with uncollected():
+        return make_plan(checkpoint, target=_target(target), family=DECODER, tp=tp, rank=rank, dtype=tag)
 
 
 def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:

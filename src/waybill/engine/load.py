@@ -20,7 +20,8 @@ from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
 from waybill.errors import DeviceUnavailable, OtherRankFailed, WaybillError
 from waybill.plan import Binding, Plan
-from waybill.plan.stream import equals, stream
+from waybill.plan.collection import uncollected
+from waybill.plan.stream import IN_FLIGHT, equals, stream
 from waybill.weights.dtypes import Array
 
 Progress = Callable[[int], None]
@@ -71,6 +72,7 @@ def load_weight(path: str | Path, device: torch.device) -> Iterator[tuple[str, t
         yield from _tensors(bill.bindings, reader, device)
 
 
+@uncollected()
 def load_model(
     path: Checkpoint | str | Path,
     *,
@@ -93,7 +95,10 @@ def load_model(
     with RangeReader(bill.checkpoint) as reader:
         own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
         with _together(place):
-            state = dict(_tensors(own, reader, place, check_finite=check_finite, progress=progress))
+            # All results are kept, so reading ahead without a bound costs nothing.
+            ahead = bill.result_bytes
+            made = _tensors(own, reader, place, in_flight=ahead, check_finite=check_finite, progress=progress)
+            state = dict(made)
         model.load_state_dict(state)
         heads = tuple(binding for binding in bill.bindings if binding.tied_to is not None)
         if heads and not _equals_table(heads, state, reader, place):
@@ -127,6 +132,7 @@ def _tensors(
     reader: RangeReader,
     device: torch.device,
     *,
+    in_flight: int = IN_FLIGHT,
     check_finite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,7 +143,9 @@ def _tensors(
         made[binding.target] = tensor
         return _bytes_of(tensor)
 
-    for binding, _ in stream(bindings, reader, allocate, check_finite=check_finite, progress=progress):
+    for binding, _ in stream(
+        bindings, reader, allocate, in_flight=in_flight, check_finite=check_finite, progress=progress
+    ):
         yield binding.target, made.pop(binding.target).to(device)
 
 

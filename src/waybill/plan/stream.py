@@ -19,12 +19,16 @@ import numpy as np
 from waybill.checkpoint import RangeReader, TensorHeader
 from waybill.errors import BadScales, CastOverflow, NonFiniteWeight
 from waybill.plan.bill import CHUNK, THREADS, Binding
+from waybill.plan.pages import populate
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
 from waybill.weights.ranges import Layout, is_direct, layout, read_through, strides
 
 SEGMENTS = 256
 """Runs one job reads at most, so that many short runs are shared among the threads too."""
+
+IN_FLIGHT = 256 << 20
+"""Result bytes filled ahead of the consumer, unless told."""
 
 Job = Callable[[], int]
 """Fills a part of one result; returns the result bytes it filled."""
@@ -35,7 +39,7 @@ def stream(
     reader: RangeReader,
     allocate: Callable[[Binding], Array],
     *,
-    in_flight: int = 256 << 20,
+    in_flight: int = IN_FLIGHT,
     check_finite: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[Binding, Array]]:
@@ -187,6 +191,8 @@ def _joined(segments: list[tuple[str, int, int, int]]) -> Iterator[tuple[str, in
 
 
 def _read(reader: RangeReader, file: str, segments: list[tuple[int, memoryview]], nbytes: int) -> int:
+    for _, view in segments:
+        populate(view)
     reader.read_into(file, segments)
     return nbytes
 

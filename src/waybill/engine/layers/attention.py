@@ -91,10 +91,14 @@ def _decode(
 ) -> torch.Tensor:
     """One new token a request. The G query heads of a KV head are its query rows: no key is repeated."""
     requests, kv_heads, _ = k_BKD.shape
-    rows = torch.arange(requests, device=q_BHD.device)
-    keys_BKLD[rows, :, batch.positions] = k_BKD
-    values_BKLD[rows, :, batch.positions] = v_BKD
     length = max(batch.cached) + 1
+    if min(batch.cached) + 1 == length:
+        keys_BKLD[:, :, length - 1] = k_BKD
+        values_BKLD[:, :, length - 1] = v_BKD
+    else:
+        rows = torch.arange(requests, device=q_BHD.device)
+        keys_BKLD[rows, :, batch.positions] = k_BKD
+        values_BKLD[rows, :, batch.positions] = v_BKD
     q_BKGD = q_BHD.reshape(requests, kv_heads, -1, q_BHD.shape[-1])
     out = F.scaled_dot_product_attention(
         q_BKGD, keys_BKLD[:, :, :length], values_BKLD[:, :, :length], attn_mask=batch.decode_mask(length)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from waybill.engine.distributed import all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
-from waybill.engine.layers.matrix import FloatMatrix, make_matrix
+from waybill.engine.layers.matrix import FloatMatrix, linear, make_matrix
 
 
 class Linear(BaseOP):
@@ -32,7 +31,7 @@ class Linear(BaseOP):
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O_local]."""
         if isinstance(self.matrix, FloatMatrix):
-            return F.linear(x_TI, self.matrix.weight, self.bias)
+            return linear(x_TI, self.matrix.weight, self.bias)
         y_TO = self.matrix.product(x_TI)
         return y_TO if self.bias is None else y_TO + self.bias
 

@@ -17,6 +17,19 @@ KERNEL_GROUPS = (32, 64, 128, 256)
 """Group sizes of PyTorch's 4-bit CPU kernel."""
 
 
+FEW_ROWS = 16
+"""Rows of input up to which a product is bound by reading the weight."""
+_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ + b. For a few float32 rows on a CPU, oneDNN reads the weight almost twice as fast as the default BLAS."""
+    if _ONEDNN and x_TK.shape[0] <= FEW_ROWS and x_TK.dtype == torch.float32 and x_TK.device.type == "cpu":
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
+        return out
+    return F.linear(x_TK, weight_NK, bias_N)
+
+
 class Matrix(BaseOP):
     """A weight [N, K] under its owner's path: its tensors appear as the owner's."""
 
@@ -37,7 +50,7 @@ class FloatMatrix(Matrix):
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:
         """One dense product."""
-        return F.linear(x_TK, self.weight)
+        return linear(x_TK, self.weight)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """A gather."""
