@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks import decode, load, machine, startup
-from benchmarks.measure import Row, Runs
+from benchmarks.measure import Bystanders, Row, Runs
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SUITES, help="one suite; the table in README.md is then left alone")
     parser.add_argument("--runs", type=int, help="how often to run each contestant")
     options = parser.parse_args()
-    start = time.perf_counter()
+    start, bystanders = time.perf_counter(), Bystanders()
     limits = machine.bandwidth(options.runs or 3)
     rows: list[Row] = []
     for name, (suite, runs) in SUITES.items():
@@ -41,13 +41,13 @@ def main() -> None:
             for row in suite(options.runs or runs, limits):
                 print(" | ".join(row.cells()), file=sys.stderr, flush=True)
                 rows.append(row)
-    text = _document(rows, limits, time.perf_counter() - start)
+    text = _document(rows, limits, time.perf_counter() - start, bystanders.share())
     print(text)
     if options.only is None:
         _put(text)
 
 
-def _document(rows: list[Row], limits: Runs, seconds: float) -> str:
+def _document(rows: list[Row], limits: Runs, seconds: float, others: float) -> str:
     rates = ", ".join(
         f"{limits.median(name) / 1e9:.1f} GB/s {what}"
         for name, what in (("copy", "copied"), ("sum", "read by a sum"), ("product", "read by a float32 product"))
@@ -56,7 +56,8 @@ def _document(rows: list[Row], limits: Runs, seconds: float) -> str:
     return "\n".join(
         [
             f"{date.today():%Y-%m-%d}. {machine.describe()}  ",
-            f"Two torch threads, 1 GiB buffers: {rates}. All measured in {seconds:.0f} s.",
+            f"Two torch threads, 1 GiB buffers: {rates}.  ",
+            f"Measured in {seconds:.0f} s; other processes took {others:.0%} of the processors meanwhile.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in table),
         ]

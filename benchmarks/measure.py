@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -94,6 +95,25 @@ def warm(file: Path) -> None:
     with file.open("rb", buffering=0) as stream:
         while stream.read(8 * MIB):
             pass
+
+
+class Bystanders:
+    """How busy everybody else kept the processors meanwhile; Linux counts in hundredths of a second."""
+
+    def __init__(self) -> None:
+        self._total, self._others = self._now()
+
+    def share(self) -> float:
+        """Others' part of all processor time since the start."""
+        total, others = self._now()
+        return max(others - self._others, 0) / max(total - self._total, 1e-9)
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        ticks = [int(n) / os.sysconf("SC_CLK_TCK") for n in Path("/proc/stat").read_text("ascii").split()[1:9]]
+        idle = ticks[3] + ticks[4]
+        own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(ticks), sum(ticks) - idle - own
 
 
 def resident(field: str) -> int:
