@@ -14,10 +14,11 @@ from waybill.checkpoint import Checkpoint, RangeReader, TensorHeader
 from waybill.checkpoint.folder import Shard
 from waybill.checkpoint.header import read_header
 from waybill.codecs.registry import CODECS
-from waybill.config.producers import read_quantization
 from waybill.config.quantization import ComponentQuantizationPlan, QuantizationConfig
 from waybill.errors import WaybillError
+from waybill.manifest.quantization import read_quantization
 from waybill.plan.stream import materialize
+from waybill.rules.tables.decoder import decoder_components
 from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.dequantize import dequantize_arrays
 
@@ -90,7 +91,7 @@ def plan_of(block: Mapping[str, Any], **changes: Any) -> ComponentQuantizationPl
     """What a metadata block that must be accepted says, with these changes."""
     problems: list[WaybillError] = []
     config = {"quantization_config": {**block, **changes}}
-    plan = read_quantization(config, {}, problems).for_component("decoder")
+    plan = read_quantization(config, {}, decoder_components({}), problems).for_component("decoder")
     assert not problems
     assert plan is not None
     return plan

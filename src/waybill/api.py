@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config.model import DTYPE_TAGS
-from waybill.config.producers import read_quantization
 from waybill.errors import BadOption, Refused
+from waybill.manifest.quantization import read_quantization
 from waybill.plan import Plan, make_plan
 from waybill.plan.collection import uncollected
 from waybill.plan.planner import Family, Target
-from waybill.rules.tables.decoder import decoder_module_kind, decoder_source_rules
+from waybill.rules.tables.decoder import decoder_components, decoder_module_kind, decoder_source_rules
 from waybill.weights import WeightRecord
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
 
 
-DECODER = Family(decoder_source_rules, decoder_module_kind)
+DECODER = Family(decoder_components, decoder_source_rules, decoder_module_kind)
 
 
 def open(path: str | Path) -> Checkpoint:
@@ -80,8 +80,9 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open(checkpoint)
     problems = list(checkpoint.problems)
-    manifest = read_quantization(checkpoint.config, checkpoint.side_files, problems)
-    found = group_records(checkpoint, manifest, DECODER.kind_of, problems)
+    components = DECODER.components(checkpoint.config)
+    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+    found = group_records(checkpoint, components, manifest, DECODER.kind_of, problems)
     if problems:
         raise Refused(problems)
     yield from found

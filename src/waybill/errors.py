@@ -10,7 +10,7 @@ WaybillError
 ├── ConfigError             what config.json says
 │   ├── BadConfig           ConfigConflict     UnsupportedFeature
 │   ├── UnsupportedArchitecture  UnsupportedRope  UnsupportedQuantization
-│   └── BadPattern          ActOrder
+│   └── BadPattern          ActOrder           UnresolvedComponent
 ├── PlanError               headers against what the target needs
 │   ├── MissingWeight       MissingHead        IncompleteMerge
 │   ├── UnclaimedWeight     ClaimedTwice       PrefixDrift
@@ -25,7 +25,7 @@ WaybillError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -66,6 +66,12 @@ class WaybillError(Exception):
 def printable(text: str) -> str:
     """The text with control characters escaped: names come from strangers, and terminals obey what they print."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _rebuild(kind: type[WaybillError], what: str, where: str, expected: str, found: str, fix: str) -> WaybillError:
@@ -209,6 +215,12 @@ class BadPattern(ConfigError):
     """A pattern of the quantization metadata cannot be compiled."""
 
     code = "bad-pattern"
+
+
+class UnresolvedComponent(ConfigError):
+    """A component is asked for that the model does not declare, or declares in part."""
+
+    code = "unresolved-component"
 
 
 class ActOrder(ConfigError):

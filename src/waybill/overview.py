@@ -171,11 +171,10 @@ def _quantization(bill: Plan) -> dict[str, ComponentLayout]:
         if plain:
             groups["float"] = plain
         names = [*packed, *plain]
-        patterns = [
-            (where, pattern, sum(at in matcher.matches(module) for module in names))
-            for where, matcher in plan_.patterns()
-            for at, pattern in enumerate(matcher.patterns)
-        ]
+        patterns = []
+        for where, matcher in plan_.patterns():
+            hits = Counter(at for module in names for at in matcher.matches(module))
+            patterns += [(where, pattern, hits[at]) for at, pattern in enumerate(matcher.patterns)]
         agrees = not any(isinstance(problem, PackingMismatch) for problem in bill.problems)
         layouts[name] = ComponentLayout(str(plan_.layout), groups, patterns, agrees)
     return layouts

@@ -14,23 +14,7 @@ import pytest
 
 import waybill
 from checkpoints import Recipe, file_bytes, llama, qwen3, qwen3_moe
-from waybill.cli.app import main
-
-Run = tuple[int, str, str]
-Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
-
-
-def run(patch: Patch, capsys: Capture, *arguments: object) -> Run:
-    """The command as the console script runs it: exit code, stdout, stderr."""
-    patch.setattr(sys, "argv", ["waybill", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    code = ended.value.code
-    assert isinstance(code, int)
-    assert "Traceback" not in out + err
-    return code, out, err
+from commands import Capture, Patch, run
 
 
 def inspect_json(patch: Patch, capsys: Capture, folder: Path) -> tuple[int, dict[str, Any]]:

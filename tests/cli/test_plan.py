@@ -14,28 +14,10 @@ import numpy as np
 import pytest
 
 from checkpoints import BF16, Recipe, file_bytes, llama, qwen2, qwen3, qwen3_moe
-from waybill.cli.app import main
+from commands import Capture, Patch
+from commands import run_unread as run
 
-Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 NORM = "model.norm.weight"
-
-
-def run(patch: Patch, capsys: Capture, *arguments: object) -> tuple[int, str, str]:
-    """The command as the console script runs it, with every weight out of reach: exit code, stdout, stderr."""
-
-    def unread(*_: object) -> int:
-        raise AssertionError("a weight was read")
-
-    patch.setattr(os, "preadv", unread)
-    patch.setattr(sys, "argv", ["waybill", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    code = ended.value.code
-    assert isinstance(code, int)
-    assert "Traceback" not in out + err
-    return code, out, err
 
 
 def plan_json(patch: Patch, capsys: Capture, *arguments: object) -> tuple[int, dict[str, Any]]:

@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 
 from packers import Array, arrays, decoded, layout, normalized, opened, roles, same
 from waybill.codecs.registry import CODECS
-from waybill.config.producers import read_quantization
 from waybill.errors import ActOrder, PackingMismatch, UnsupportedQuantization, WaybillError
+from waybill.manifest.quantization import read_quantization
 from waybill.plan.stream import materialize
+from waybill.rules.tables.decoder import decoder_components
 
 LAYERS = Path(__file__).parents[1] / "golden" / "layers"
 INDEX: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ def stored(name: str) -> dict[str, Array]:
 
 def problems_of(config: dict[str, Any]) -> list[WaybillError]:
     problems: list[WaybillError] = []
-    read_quantization({"quantization_config": config}, {}, problems)
+    read_quantization({"quantization_config": config}, {}, decoder_components({}), problems)
     return problems
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from waybill.config.producers import read_quantization
 from waybill.config.quantization import ComponentQuantizationPlan, QuantizationConfig
 from waybill.errors import BadConfig, BadPattern, ConfigConflict, UnsupportedQuantization, WaybillError
+from waybill.manifest.quantization import read_quantization
+from waybill.rules.tables.decoder import decoder_components
 
 CHECKPOINTS = Path(__file__).parents[1] / "golden" / "checkpoints"
 NUMBERS = {"bits": 4, "group_size": 32}
@@ -27,7 +28,9 @@ def read(
     config: Mapping[str, Any], side_files: Mapping[str, Any] | None = None
 ) -> tuple[ComponentQuantizationPlan | None, list[WaybillError]]:
     problems: list[WaybillError] = []
-    return read_quantization(config, side_files or {}, problems).for_component("decoder"), problems
+    return read_quantization(config, side_files or {}, decoder_components(config), problems).for_component(
+        "decoder"
+    ), problems
 
 
 def problem(block: Mapping[str, Any], **changes: Any) -> WaybillError:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from packers import plan_of as plan
-from waybill.config.producers import read_quantization
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import UnsupportedQuantization, WaybillError
+from waybill.manifest.quantization import read_quantization
+from waybill.rules.tables.decoder import decoder_components
 
 NUMBERS = {"bits": 4, "group_size": 32}
 GPTQ = {"quant_method": "gptq", "sym": False, **NUMBERS}
@@ -22,7 +23,9 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 def problem(block: Mapping[str, Any], **changes: Any) -> WaybillError:
     problems: list[WaybillError] = []
-    assert not read_quantization({"quantization_config": {**block, **changes}}, {}, problems).plans
+    assert not read_quantization(
+        {"quantization_config": {**block, **changes}}, {}, decoder_components({}), problems
+    ).plans
     (only,) = problems
     assert only.where.startswith("config.json: quantization_config")
     assert only.fix

@@ -15,7 +15,7 @@ import pytest
 import waybill
 from checkpoints import Recipe, lively, llama, qwen3, qwen3_moe
 from packing import HEAD, TABLE, Scheme, pack
-from waybill.errors import BadScales, WaybillError
+from waybill.errors import BadScales, CastOverflow, WaybillError
 
 FILE = "model.safetensors"
 LAYER = "model.layers.1"
@@ -379,3 +379,26 @@ def test_permuted_groups_are_refused_whatever_the_metadata_says(tmp_path: Path) 
     recipe, stem = good("gptq")
     recipe.tensors[f"{stem}g_idx"] = recipe.tensors[f"{stem}g_idx"][::-1].copy()
     damage(recipe, tmp_path, "act-order", DOWN)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_with_which_a_weight_could_exceed_float16_are_refused_there_and_load_elsewhere(
+    kind: str, tmp_path: Path
+) -> None:
+    recipe, stem = good(kind)
+    recipe.tensors[f"{stem}scales"][-1, ..., -1] = 32768
+    folder = recipe.write(tmp_path)
+    with pytest.raises(CastOverflow) as refused:
+        waybill.load(folder, dtype="float16")
+    most = (1 << recipe.config["quantization_config"]["bits"]) - 1
+    assert refused.value.expected == f"scales up to {65504 / most:g}"
+    assert f"{stem}scales" in refused.value.where
+    assert (refused.value.found, refused.value.fix) == ("a scale of 32768", "load in bfloat16 or float32")
+    waybill.load(folder, dtype="float32")
+
+
+def test_a_dtype_that_rounds_the_scales_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+    folder = good("gptq")[0].write(tmp_path)
+    rounded = "bfloat16 rounds the F16 scales of 8 packed weights when it computes; float32 keeps them"
+    assert rounded in waybill.plan(folder, dtype="bfloat16").notices
+    assert waybill.plan(folder, dtype="float32").notices == ()

@@ -12,10 +12,9 @@ import pytest
 import waybill
 from checkpoints import Recipe, lively, llama, qwen2, qwen3, qwen3_moe
 from packing import Scheme, pack
-from waybill.checkpoint import RangeReader
+from ranks import bytes_streamed
 from waybill.errors import IllegalParallelism
 from waybill.plan import Binding, Plan
-from waybill.plan.stream import stream
 
 LAYER = "model.layers.0"
 SCHEMES = [
@@ -53,16 +52,6 @@ def clean(folder: Path, **options: Any) -> Plan:
 def bound(bill: Plan, target: str) -> dict[str, Binding]:
     """A packed parameter's bindings by role."""
     return {b.role: b for b in bill.bindings if b.target.rpartition(".")[0] == target}
-
-
-def bytes_streamed(bill: Plan) -> int:
-    def allocate(binding: Binding) -> Any:
-        return np.empty(binding.nbytes, np.uint8)
-
-    with RangeReader(bill.checkpoint) as reader:
-        for _ in stream(bill.bindings, reader, allocate):
-            pass
-        return reader.bytes_read
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from checkpoints import LAYERS, Recipe, lively, llama, qwen2, qwen3, qwen3_moe
 from packed.tp_worker import play
 from packing import Scheme, Twins, pack
 from parity.tolerances import LOGITS_FLOAT32_RANKS
+from ranks import played_by
 
 WORKER = Path(__file__).with_name("tp_worker.py")
 K, V = (f"model.layers.0.self_attn.{member}_proj" for member in "kv")
@@ -68,13 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def ranks(folders: dict[str, Path]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
-    done = subprocess.run(
-        [*command, *map(str, folders.values())], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    played: dict[str, Any] = json.loads(done.stdout)
-    return played
+    return played_by(2, WORKER, folders)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import waybill
+from ranks import every_rank
 from waybill.engine.context import Batch, get_global_ctx
-from waybill.engine.distributed import join_group, leave_group
 from waybill.engine.generate import generate
 
 NEW_TOKENS = 24
@@ -37,17 +34,5 @@ def play(folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    tp = join_group("cpu")
-    played = {}
-    for folder in map(Path, sys.argv[1:]):
-        ranks: list[Any] = [None] * tp.size
-        dist.all_gather_object(ranks, play(folder))
-        played[folder.name] = ranks
-    if tp.is_primary():
-        json.dump(played, sys.stdout)
-    leave_group()
-
-
 if __name__ == "__main__":
-    main()
+    every_rank(play)

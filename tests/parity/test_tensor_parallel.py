@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,9 +30,7 @@ from checkpoints import (
 )
 from parity.tolerances import LOGITS_FLOAT32_RANKS
 from parity.tp_worker import play
-from waybill.checkpoint import RangeReader
-from waybill.plan import Binding, Plan
-from waybill.plan.stream import stream
+from ranks import bytes_streamed, played_by, torchrun
 
 WORKER = Path(__file__).with_name("tp_worker.py")
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -121,16 +118,7 @@ def whole(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session", params=SIZES)
 def ranks(request: pytest.FixtureRequest, folders: dict[str, Path]) -> dict[str, Any]:
-    done = torchrun(request.param, str(WORKER), *map(str, folders.values()))
-    assert done.returncode == 0, done.stderr
-    played: dict[str, Any] = json.loads(done.stdout)
-    assert all(len(said) == request.param for said in played.values())
-    return played
-
-
-def torchrun(size: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return played_by(request.param, WORKER, folders)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -165,16 +153,6 @@ def test_each_rank_reads_the_bytes_its_plan_says(case: str, tp: int, folders: di
         bill = waybill.plan(folders[case], tp=tp, rank=rank)
         assert bytes_streamed(bill) == bill.bytes_read
         assert tp == 1 or bill.bytes_read < bill.checkpoint.nbytes
-
-
-def bytes_streamed(bill: Plan) -> int:
-    def allocate(binding: Binding) -> Any:
-        return np.empty(binding.nbytes, np.uint8)
-
-    with RangeReader(bill.checkpoint) as reader:
-        for _ in stream(bill.bindings, reader, allocate):
-            pass
-        return reader.bytes_read
 
 
 def test_a_rank_of_two_reads_half_of_a_model_made_of_matrices(tmp_path: Path) -> None:

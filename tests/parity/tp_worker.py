@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import waybill
+from ranks import every_rank
 from waybill.engine import create_model, load_weight, torch_dtype
 from waybill.engine.context import Batch, get_global_ctx
-from waybill.engine.distributed import get_tp_info, join_group, leave_group
+from waybill.engine.distributed import get_tp_info
 from waybill.engine.generate import generate
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.sampler import Sampling
@@ -61,17 +59,5 @@ def by_hand(folder: Path, like: CausalLM) -> CausalLM:
     return model
 
 
-def main() -> None:
-    tp = join_group("cpu")
-    played = {}
-    for folder in map(Path, sys.argv[1:]):
-        ranks: list[Any] = [None] * tp.size
-        dist.all_gather_object(ranks, play(folder))
-        played[folder.name] = ranks
-    if tp.is_primary():
-        json.dump(played, sys.stdout)
-    leave_group()
-
-
 if __name__ == "__main__":
-    main()
+    every_rank(play)

@@ -18,6 +18,7 @@ from waybill.plan import Binding, ParameterSpec, Part, Plan, Shard, Target, make
 from waybill.plan.planner import Family
 from waybill.plan.stream import stream
 from waybill.rules import Move, RuleTable
+from waybill.rules.tables.decoder import decoder_components
 
 RANKS = st.integers(1, 16)
 
@@ -197,7 +198,7 @@ def planned(spec: ParameterSpec, folder: Path, rank: int, tp: int) -> Plan:
     members = "{" + "|".join(f"m{n}" for n in range(len(spec.parts))) + "}" if len(spec.parts) > 1 else "m0"
     source = f"t.{{e}}.{members}" if spec.stack else f"t.{{i}}.{members}"
     name = spec.name if spec.stack else "t.{i}"
-    plain = Family(lambda _: RuleTable(()), lambda _: "linear")
+    plain = Family(decoder_components, lambda _: RuleTable(()), lambda _: "linear")
     target = Target("test", RuleTable([Move(source, name, spec.axis)]), lambda _config, _packings: [spec])
     plan = make_plan(
         read_checkpoint(folder),

@@ -19,6 +19,7 @@ from waybill.errors import (
     NotACheckpoint,
     PathEscape,
     WaybillError,
+    some,
 )
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -214,12 +215,11 @@ def _escape(name: str, where: str, found: str) -> PathEscape:
 
 def _no_safetensors(root: Path) -> NoSafetensors:
     foreign = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN and p.is_file())
-    shown = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if len(foreign) > 4 else "")
     return NoSafetensors(
         "no safetensors weights here",
         where=str(root),
         expected="model.safetensors, or shards with model.safetensors.index.json",
-        found=shown or "no weight files",
+        found=some(foreign) or "no weight files",
         fix="this tool reads safetensors only and never unpickles; convert with transformers' save_pretrained"
         if foreign
         else "download the weights of this model",
@@ -296,7 +296,7 @@ def _compare_with_index(
             MissingTensor(
                 f"the index promises tensors that no file holds: {len(lost)}",
                 where=", ".join(files),
-                expected=", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else ""),
+                expected=some(lost, most=5),
                 found="no such tensor in any header",
                 fix="the index belongs to another version of these files; download both again",
             )

@@ -82,9 +82,7 @@ class RowBytes:
 
     def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
         """The bytes of the wanted groups."""
-        value = self.octets
-        for axis, (at, length) in enumerate(zip(start[:-2], extent[:-2], strict=True)):
-            value = value.narrow(axis, at, length)
+        value = self.octets.box(start[:-2], extent[:-2])
         first = start[-2] * self.per_group
         last = min((start[-2] + extent[-2]) * self.per_group, value.shape[-1])
         return (value.narrow(len(value.shape) - 1, first, last - first),)
@@ -116,9 +114,7 @@ class ZeroPoints:
             per_word = 32 // self.bits
             first, last = start[0] // per_word, -(-(start[0] + extent[0]) // per_word)
             return (self.packed.narrow(0, group, groups).narrow(1, first, last - first),)
-        value = self.packed
-        for axis, (at, length) in enumerate(zip(start[:-1], extent[:-1], strict=True)):
-            value = value.narrow(axis, at, length)
+        value = self.packed.box(start[:-1], extent[:-1])
         per_byte = 8 // self.bits
         first, last = group // per_byte, -(-(group + groups) // per_byte)
         return (value.narrow(len(value.shape) - 1, first, last - first),)

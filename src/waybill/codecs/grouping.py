@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from waybill.checkpoint import Checkpoint, TensorHeader
 from waybill.config.quantization import ComponentQuantizationManifest, ComponentQuantizationPlan
-from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError
+from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
+from waybill.manifest import ComponentManifest
 from waybill.weights import FloatWeight, WeightRecord, stored
+from waybill.weights.affine import AffinePackedWeight
 
-COMPONENT = "decoder"
 ROLES = ("qweight", "scales", "qzeros", "g_idx")
 FOREIGN_ROLES = (
     "weight_packed",
@@ -37,7 +38,8 @@ def split_role(name: str) -> tuple[str, str] | None:
 
 def group_records(
     checkpoint: Checkpoint,
-    manifest: ComponentQuantizationManifest,
+    components: ComponentManifest,
+    quantization: ComponentQuantizationManifest,
     kind_of: Callable[[str], str],
     problems: list[WaybillError],
 ) -> list[WeightRecord]:
@@ -52,24 +54,35 @@ def group_records(
             if (first := packed[split[0]].setdefault(split[1], header)) is not header:
                 problems.append(_both(split[0], {split[1]: first}, header))
         else:
-            records.append(WeightRecord(name, COMPONENT, FloatWeight(stored(header)), (name,), checkpoint))
+            records.append(
+                WeightRecord(name, _owner(components, name), FloatWeight(stored(header)), (name,), checkpoint)
+            )
     if foreign := [name for name in checkpoint.tensors if name.endswith(FOREIGN_ROLES)]:
         problems.append(_foreign([checkpoint.tensors[name] for name in foreign]))
         return []
-    if not packed:
-        return records
-    plan = manifest.for_component(COMPONENT)
-    if plan is None:
-        problems.append(_no_metadata(packed))
-        return []
+    unstated: dict[str, dict[str, dict[str, TensorHeader]]] = defaultdict(dict)
     found: list[WaybillError] = []
     for name, sidecars in packed.items():
-        if name in checkpoint.tensors:
+        component = _owner(components, name)
+        plan = quantization.for_component(component)
+        if plan is None:
+            unstated[component][name] = sidecars
+        elif name in checkpoint.tensors:
             found.append(_both(name, sidecars, checkpoint.tensors[name]))
-        elif (record := _packed_record(name, sidecars, plan, kind_of, checkpoint, found)) is not None:
-            records.append(record)
+        elif (storage := _packed(name, sidecars, plan, kind_of, found)) is not None:
+            tensors = tuple(header.name for header in sidecars.values())
+            records.append(WeightRecord(name, component, storage, tensors, checkpoint))
+    problems += [_no_metadata(component, weights, components) for component, weights in unstated.items()]
     problems += _folded(found)
-    return records
+    return [] if unstated else records
+
+
+def _owner(components: ComponentManifest, name: str) -> str:
+    """The component a weight belongs to; "" when none owns it, which the target will call unclaimed."""
+    if components.only is not None:
+        return components.only.name
+    owner = components.owner_of(name.rpartition(".")[0])
+    return owner.name if owner is not None else ""
 
 
 def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
@@ -84,14 +97,13 @@ def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
     return [alike[0] for alike in forms.values()]
 
 
-def _packed_record(
+def _packed(
     name: str,
     sidecars: Mapping[str, TensorHeader],
     plan: ComponentQuantizationPlan,
     kind_of: Callable[[str], str],
-    checkpoint: Checkpoint,
     problems: list[WaybillError],
-) -> WeightRecord | None:
+) -> AffinePackedWeight | None:
     from waybill.codecs.registry import CODECS  # numpy comes with it; a float checkpoint is planned without
 
     module = name.removesuffix(".weight")
@@ -104,8 +116,7 @@ def _packed_record(
     if found := codec.check(name, sidecars, config):
         problems.extend(found)
         return None
-    tensors = tuple(header.name for header in sidecars.values())
-    return WeightRecord(name, COMPONENT, codec.normalize(name, sidecars, config), tensors, checkpoint)
+    return codec.normalize(name, sidecars, config)
 
 
 def _names(sidecars: Mapping[str, TensorHeader]) -> str:
@@ -122,21 +133,24 @@ def _foreign(headers: list[TensorHeader]) -> WaybillError:
     )
 
 
-def _no_metadata(packed: Mapping[str, Mapping[str, TensorHeader]]) -> WaybillError:
+def _no_metadata(
+    component: str, packed: Mapping[str, Mapping[str, TensorHeader]], components: ComponentManifest
+) -> WaybillError:
     headers = [header for sidecars in packed.values() for header in sidecars.values()]
+    whole = components.only is not None
     return UnsupportedQuantization(
         "the checkpoint holds packed weights, and no metadata says how they are packed",
-        where=_places(headers),
-        expected="quantization_config in config.json, or quantize_config.json beside it",
+        where=_places(headers) if whole else f"{component or 'no component'}: {_places(headers)}",
+        expected="quantization_config in config.json, or quantize_config.json beside it"
+        if whole
+        else "an entry for this component in component_quantization",
         found=f"{len(headers)} tensors of packed weights, no quantization metadata",
         fix="download the metadata file; packed integers are never read as float weights",
     )
 
 
 def _places(headers: Sequence[TensorHeader]) -> str:
-    names = ", ".join(header.name for header in headers[:4])
-    more = f" and {len(headers) - 4} more" if len(headers) > 4 else ""
-    return f"{names}{more} ({', '.join(sorted({header.file for header in headers})[:4])})"
+    return f"{some([h.name for h in headers])} ({some(sorted({h.file for h in headers}))})"
 
 
 def _both(name: str, sidecars: Mapping[str, TensorHeader], plain: TensorHeader) -> WaybillError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from waybill.checkpoint import TensorHeader
-from waybill.codecs.checks import SCALE_DTYPES, misfit, missing_roles
+from waybill.codecs.checks import SCALE_DTYPES, groups_of, misfit, missing_roles
 from waybill.codecs.decoders import RowBytes, ZeroPoints
 from waybill.codecs.protocol import Sidecars
 from waybill.config.quantization import QuantizationConfig
@@ -30,7 +30,7 @@ class Olive:
         """The stored bytes are the canonical ones, seen group by group."""
         qweight, scales, qzeros = sidecars["qweight"], sidecars["scales"], sidecars.get("qzeros")
         in_features = qweight.shape[-1] * 8 // config.bits
-        group = in_features if config.group_size == -1 else config.group_size
+        group, _ = groups_of(in_features, config)
         shape = (*scales.shape, group * config.bits // 8)
         if in_features % group == 0:
             codes = stored(qweight._replace(shape=shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from waybill.weights.dequantize import unpack
 from waybill.weights.dtypes import Array
 
 TILE = 64
@@ -40,10 +41,4 @@ def transpose_nibbles(words: Array) -> list[Array]:
 
 def fields(words: Array, bits: int) -> Array:
     """uint32 [..., W] to uint8 [..., W·32/bits], the first field in the low bits."""
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return octets
-    per_byte = 8 // bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
-    out = (octets[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return out.reshape(*octets.shape[:-1], octets.shape[-1] * per_byte)
+    return unpack(np.ascontiguousarray(words).view(np.uint8), bits)

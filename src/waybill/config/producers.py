@@ -1,4 +1,4 @@
-"""Quantization metadata as producers write it: every place and form, read into one policy.
+"""Quantization metadata as producers write it: every form, read into one policy.
 
 Strict: an unknown method, a missing number or two places that disagree are refused, with the key path.
 """
@@ -18,65 +18,24 @@ from waybill.config.match import (
     olive_overrides,
 )
 from waybill.config.quantization import (
-    ComponentQuantizationManifest,
     ComponentQuantizationPlan,
     Override,
     QuantizationConfig,
 )
-from waybill.errors import BadConfig, BadPattern, ConfigConflict, UnsupportedQuantization, WaybillError
+from waybill.errors import BadConfig, BadPattern, UnsupportedQuantization, WaybillError
 
 BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8)}
 
 
-def read_quantization(
-    config: Mapping[str, Any], side_files: Mapping[str, Mapping[str, Any]], problems: list[WaybillError]
-) -> ComponentQuantizationManifest:
-    """The manifest of a text model, a package of one component; problems are appended, not raised."""
-    places = _places(config, side_files)
-    if not places:
-        return ComponentQuantizationManifest()
-    (where, block), *others = places.items()
-    stated = _stated(block, where)
-    for other, again in others:
-        repeated = _stated({"quant_method": _method(block, where), **again}, other)
-        if (difference := _difference(stated, repeated)) is not None:
-            problems.append(
-                ConfigConflict(
-                    "two places state the quantization differently",
-                    where=f"{where} and {other}",
-                    expected="one statement",
-                    found=difference,
-                    fix="remove the one that does not describe these weights",
-                )
-            )
-    plan = _plan(block, where, problems)
-    return ComponentQuantizationManifest({"decoder": plan} if plan else {})
-
-
-def _places(config: Mapping[str, Any], side_files: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Every place that states a layout for the one component, the authoritative first."""
-    found: dict[str, Mapping[str, Any]] = {}
-    components = config.get("component_quantization")
-    block = config.get("quantization_config")
-    nested = config.get("text_config")
-    if isinstance(components, Mapping):
-        for name, entry in components.items():
-            _add(found, f"config.json: component_quantization.{name}", entry)
-    if isinstance(block, Mapping) and isinstance(block.get("components"), Mapping):
-        for name, entry in block["components"].items():
-            _add(found, f"config.json: quantization_config.components.{name}", entry)
-    else:
-        _add(found, "config.json: quantization_config", block)
-    if isinstance(nested, Mapping):
-        _add(found, "config.json: text_config.quantization_config", nested.get("quantization_config"))
-    for file, content in side_files.items():
-        _add(found, file, content)
-    return found
-
-
-def _add(found: dict[str, Mapping[str, Any]], where: str, block: Any) -> None:
-    if isinstance(block, Mapping) and block:
-        found[where] = block
+def difference(block: Mapping[str, Any], where: str, again: Mapping[str, Any], other: str) -> str | None:
+    """What two places state differently about the same weights, in words."""
+    first = _stated(block, where)
+    second = _stated({"quant_method": _method(block, where), **again}, other)
+    for name, a in first.items():
+        b = second.get(name)
+        if a is not None and b is not None and a != b:
+            return f"{name}: {a!r} and {b!r}"
+    return None
 
 
 _SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
@@ -105,15 +64,11 @@ def _stated(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return out
 
 
-def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    for name, a in first.items():
-        b = second.get(name)
-        if a is not None and b is not None and a != b:
-            return f"{name}: {a!r} and {b!r}"
-    return None
+def read_plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
+    """What one block of metadata says of one component; problems are appended, not raised.
 
-
-def _plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
+    `where` is the place it stands in; the name of a side file says the method when the block does not.
+    """
     before = len(problems)
     method = _method(block, where)
     reader = _READERS.get(method)
@@ -188,7 +143,7 @@ def _exclusions(fields: Fields) -> Matcher:
 
 
 def _gptq(fields: Fields) -> ComponentQuantizationPlan:
-    form = str(fields.raw.get("checkpoint_format") or fields.raw.get("format") or "gptq").lower()
+    form = _form(fields.raw, "gptq")
     if form not in ("gptq", "gptq_v2") or fields.raw.get("is_marlin_format"):
         form = "marlin" if fields.raw.get("is_marlin_format") else form
         fields.problems.append(
@@ -223,7 +178,7 @@ def _gptq(fields: Fields) -> ComponentQuantizationPlan:
 
 
 def _awq(fields: Fields) -> ComponentQuantizationPlan:
-    version = str(fields.raw.get("version") or fields.raw.get("format") or "gemm").lower()
+    version = _form(fields.raw, "awq")
     if version != "gemm" or fields.raw.get("backend") == "llm-awq":
         version = "llm-awq" if fields.raw.get("backend") == "llm-awq" else version
         fields.problems.append(

@@ -106,8 +106,9 @@ class _Blueprint:
         yield ParameterSpec(name=f"{path}.gate.weight", kind="router", parts=(router,))
         up = Part((inner, hidden), Shard(0), basis)
         down = Part((hidden, inner), Shard(1), basis)
-        for name, parts, member in (("gate_up_proj", (up, up), "gate_proj"), ("down_proj", (down,), "down_proj")):
-            packing = self.packings.get(f"{path}.experts.0.{member}.weight")
+        for name, parts, members in (("gate_up_proj", (up, up), "gate|up"), ("down_proj", (down,), "down")):
+            names = [f"{path}.experts.{e}.{m}_proj.weight" for e in range(count) for m in members.split("|")]
+            packing = self._common(names)
             yield ParameterSpec(
                 name=f"{path}.experts.{name}", kind="experts", parts=parts, stack=count, packing=packing
             )
@@ -121,8 +122,7 @@ class _Blueprint:
         if all(packing is None for packing in packings) or (
             first is not None and all(first.merges_with(packing) for packing in packings)
         ):
-            zeros = any(packing is not None and packing.zero_points for packing in packings)
-            packing = first._replace(zero_points=zeros) if first else None
+            packing = self._common([f"{name}.weight" for name in weights])
             yield ParameterSpec(name=f"{path}.weight", kind="linear", parts=tuple(weights.values()), packing=packing)
             if biases:
                 yield ParameterSpec(name=f"{path}.bias", kind="vector", parts=tuple(biases.values()))
@@ -131,6 +131,12 @@ class _Blueprint:
             yield replace(self._linear(name, part), apart=True)
             if biases:
                 yield ParameterSpec(name=f"{name}.bias", kind="vector", parts=(biases[name],))
+
+    def _common(self, names: list[str]) -> Packing | None:
+        """The packing of a parameter made of several weights: the first's, with zero points when any has them."""
+        first = self.packings.get(names[0])
+        zeros = any((packing := self.packings.get(name)) is not None and packing.zero_points for name in names)
+        return first._replace(zero_points=zeros) if first else None
 
     def _linear(self, path: str, part: Part) -> ParameterSpec:
         name = f"{path}.weight"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from waybill.config.quantization import ComponentQuantizationManifest
-from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError
-from waybill.plan.diagnose import Slots, describe_packing, some
+from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError, some
+from waybill.plan.diagnose import Slots, describe_packing
 from waybill.plan.parameter import ParameterSpec
 from waybill.weights import FloatWeight
 
@@ -101,3 +101,11 @@ def separate(specs: Sequence[ParameterSpec]) -> Iterator[str]:
     apart = [spec.name for spec in specs if spec.apart]
     if apart:
         yield f"kept apart, because packed differently: {some(apart)}"
+
+
+def rounded_scales(specs: Sequence[ParameterSpec], dtype: str) -> Iterator[str]:
+    """A line where the dtype that is computed in has fewer bits than the scales as they are stored."""
+    scales = Counter(spec.packing.scale_dtype for spec in specs if spec.packing is not None)
+    for stored, count in scales.items():
+        if dtype == "BF16" and stored != "BF16":
+            yield f"bfloat16 rounds the {stored} scales of {count} packed weights when it computes; float32 keeps them"

@@ -37,6 +37,8 @@ class Binding:
     tied_to: str | None = None
     role: str = "weight"
     """`weight` for floats; `codes`, `scales` or `zero_points` for the parts of a packed weight."""
+    largest: float | None = None
+    """The largest scale the dtype that is computed in has room for."""
 
     @property
     def is_direct(self) -> bool:

@@ -24,6 +24,7 @@ from waybill.errors import (
     UnclaimedWeight,
     VocabMismatch,
     WaybillError,
+    some,
 )
 from waybill.plan.parameter import Packing, ParameterSpec, Part
 from waybill.rules import RuleTable
@@ -58,12 +59,6 @@ def everything(
     problems += _experts([spec for spec in specs if spec.stack and spec.name in slots], slots, checkpoint)
     problems += _unclaimed(left_over, config, specs, rules, checkpoint)
     return problems
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _places(names: Sequence[str], checkpoint: Checkpoint) -> str:

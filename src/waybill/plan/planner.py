@@ -6,12 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config import ModelConfig, read_model_config
-from waybill.config.producers import read_quantization
 from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import (
     ClaimedTwice,
@@ -21,6 +20,8 @@ from waybill.errors import (
     UnsupportedRope,
     WaybillError,
 )
+from waybill.manifest import ComponentManifest
+from waybill.manifest.quantization import read_quantization
 from waybill.plan import agreement, diagnose
 from waybill.plan.bill import Binding, Plan
 from waybill.plan.parameter import Packing, ParameterSpec, Part, part_name
@@ -31,6 +32,8 @@ from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.lazy import Decoded
 from waybill.weights.ranges import bytes_read
 from waybill.weights.record import concat_weights, stack_weights
+
+LARGEST_FLOAT16 = 65504.0
 
 
 class Target(NamedTuple):
@@ -45,8 +48,10 @@ class Target(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How a family of architectures stores its weights: rules for its names, and which modules are tables or banks."""
+    """How a family of architectures stores its weights: its components, rules for its names, and which modules are
+    tables or banks."""
 
+    components: Callable[[Mapping[str, Any]], ComponentManifest]
     rules: Callable[[ModelConfig], RuleTable]
     kind_of: Callable[[str], str]
 
@@ -101,7 +106,7 @@ def make_plan(
         problems += routing.problems
         problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
         problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
-        notices += agreement.separate(specs)
+        notices += [*agreement.separate(specs), *agreement.rounded_scales(specs, dtype)]
         if not problems:
             bindings = [b for s in specs if s.name in slots for b in _bind(s, slots[s.name], rank, tp, dtype)]
             bindings.sort(key=_file_order(checkpoint))
@@ -132,10 +137,11 @@ def _describe(
         problems += found
         notices += notes
     before = len(problems)
-    manifest = read_quantization(checkpoint.config, checkpoint.side_files, problems)
+    components = family.components(checkpoint.config)
+    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
     if checkpoint.problems or len(problems) > before:
         return config, manifest, []
-    return config, manifest, group_records(checkpoint, manifest, family.kind_of, problems)
+    return config, manifest, group_records(checkpoint, components, manifest, family.kind_of, problems)
 
 
 def common_dtype(checkpoint: Checkpoint) -> str:
@@ -260,14 +266,20 @@ def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str) -> 
             value=value,
             tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
             role=role,
+            largest=_largest_scale(weight, dtype) if role == "scales" else None,
         )
+
+
+def _largest_scale(weight: Storage, dtype: str) -> float | None:
+    """The scale above which a weight may exceed the dtype that is computed in, where that is narrower than float32."""
+    if dtype != "F16" or not isinstance(weight, AffinePackedWeight):
+        return None
+    return LARGEST_FLOAT16 / ((1 << weight.layout.bits) - 1)
 
 
 def _shard(weight: Storage, part: Part, packing: Packing | None, rank: int, tp: int) -> Storage:
     if packing is not None and isinstance(weight, AffinePackedWeight):
         weight = weight.refine(packing.group)
-        if packing.zero_points:
-            weight = weight.with_zero_points()
     if part.shard is None:
         return weight
     axis = part.shard.axis

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def stream(
 
     Raises:
         FileChanged: a file is not the one the plan was made from.
-        CastOverflow: a finite value is infinite in the target dtype.
+        CastOverflow: a finite value is infinite in the target dtype, or a packed weight could be.
         BadScales: the scales of a packed weight are not finite, or zero for a whole group.
         NonFiniteWeight: `check_finite` was asked for and found NaN or infinity.
     """
@@ -103,7 +104,7 @@ def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
         length = min(block, rows - start)
         value = binding.value.narrow(0, start, length)
         scratch = np.empty(length * row_bytes, np.uint8)
-        for job in _jobs(_with(binding, value), reader, scratch):
+        for job in _jobs(replace(binding, shape=value.shape, value=value), reader, scratch):
             job()
         return np.array_equal(scratch, reference[start * row_bytes : (start + length) * row_bytes])
 
@@ -113,18 +114,6 @@ def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
             if not all(list(pool.map(same, starts[at : at + workers]))):
                 return False
     return True
-
-
-def _with(binding: Binding, value: LazyTensor) -> Binding:
-    return Binding(
-        binding.target,
-        value.shape,
-        binding.dtype,
-        binding.sources,
-        binding.operations,
-        binding.bytes_read,
-        value,
-    )
 
 
 def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
@@ -210,8 +199,7 @@ def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Arra
     if axis is None:
         yield partial(_stage, tile, 0, None, binding, reader, place)
         return
-    read = tile.extent if isinstance(tile.source, Decoded) else read_through(tile).shape
-    row = math.prod(read) // loops.extent[axis]
+    row = math.prod(read_through(tile).shape) // loops.extent[axis]
     rows = max(CHUNK // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
     for start in range(0, loops.extent[axis], rows):
         stop = min(start + rows, loops.extent[axis])
@@ -222,7 +210,7 @@ def _stage(
     tile: Tile, axis: int, rows: tuple[int, int] | None, binding: Binding, reader: RangeReader, place: Array
 ) -> int:
     """Read or decode a block, cut away what was read through, cast, and put it in its place."""
-    wide = tile._replace(shape=tile.extent) if isinstance(tile.source, Decoded) else read_through(tile)
+    wide = read_through(tile)
     start, extent, inner = list(wide.start), list(wide.shape), list(tile.start)
     index: list[Any] = [slice(None)] * len(extent)
     if rows is not None:
@@ -266,7 +254,7 @@ def materialize(value: LazyTensor, reader: RangeReader) -> Array:
     """The whole of a lazy tensor as an array of its own dtype: for small things, and for inputs of decoders."""
     result = np.zeros(value.shape, NUMPY_DTYPES[value.dtype])
     for tile in value.tiles:
-        wide = tile._replace(shape=tile.extent) if isinstance(tile.source, Decoded) else read_through(tile)
+        wide = read_through(tile)
         block = _box(tile.source, wide.start, wide.shape, reader)
         cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(tile.start, wide.start, tile.extent, strict=True))
         followed = [axis for axis in tile.axes if axis is not None]
@@ -286,20 +274,30 @@ def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
     )
 
 
-def _bad_scales(values: Array, binding: Binding) -> BadScales | None:
-    """Scales are few, so they are always looked at: NaN, infinity, or a group that is zero for every output."""
+def _bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | None:
+    """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, or weights
+    too large for the dtype they will be computed in."""
     whole = values.reshape(binding.shape)
     for tile in binding.value.tiles:
         member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
+        where = f"{tile.source.name} ({tile.source.file}), for {binding.target}"
         if not all_finite(np.ascontiguousarray(member)):
             found = "NaN or infinity"
         elif member.shape[-2] > 1 and not member.any(axis=-2).all():
             found = "a group whose scales are all zero"
+        elif binding.largest is not None and (most := np.abs(member).max(initial=0)) > binding.largest:
+            return CastOverflow(
+                "a packed weight does not fit the dtype it is computed in",
+                where=where,
+                expected=f"scales up to {binding.largest:g}",
+                found=f"a scale of {float(most):g}",
+                fix="load in bfloat16 or float32",
+            )
         else:
             continue
         return BadScales(
             "the scales of a packed weight are damaged",
-            where=f"{tile.source.name} ({tile.source.file}), for {binding.target}",
+            where=where,
             expected="finite scales, some of them not zero in every group",
             found=found,
             fix="download the file again; if it stays so, the published weights are damaged",

@@ -152,9 +152,7 @@ class Refined:
     def inputs(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[LazyTensor, ...]:
         """The present groups around the wanted ones."""
         group_axis = len(start) - (2 if self.split else 1)
-        value = self.value
-        for axis in range(group_axis):
-            value = value.narrow(axis, start[axis], extent[axis])
+        value = self.value.box(start[:group_axis], extent[:group_axis])
         first = start[group_axis] // self.repeat
         last = -(-(start[group_axis] + extent[group_axis]) // self.repeat)
         return (value.narrow(group_axis, first, last - first),)

@@ -99,6 +99,13 @@ class LazyTensor(NamedTuple):
                 kept.append(_cut(tile, axis, low, high, start))
         return LazyTensor(self.dtype, _replace(self.shape, axis, length), tuple(kept))
 
+    def box(self, start: Sequence[int], extent: Sequence[int]) -> LazyTensor:
+        """Narrow the leading axes, as many as are given."""
+        value = self
+        for axis, (at, length) in enumerate(zip(start, extent, strict=True)):
+            value = value.narrow(axis, at, length)
+        return value
+
     def select(self, axis: int, index: int) -> LazyTensor:
         """Take one position of `axis` and drop the axis: the inverse of `stack`."""
         one = self.narrow(axis, index, 1)

@@ -73,8 +73,11 @@ def layout(tile: Tile, result_shape: tuple[int, ...]) -> Layout:
 def read_through(tile: Tile) -> Tile:
     """The box to read for `tile`: the tile itself, or the whole rows around it where its runs are too short.
 
-    Widening one axis to its full length makes the box contiguous from that axis on.
+    Widening one axis to its full length makes the box contiguous from that axis on. A decoder makes what it is asked
+    for, so a decoded tile is its own box.
     """
+    if isinstance(tile.source, Decoded):
+        return _box(tile, tile.start, tile.extent)
     item = DTYPE_BITS[tile.source.dtype] // 8
     shape, extent = tile.source.shape, tile.extent
     start = list(tile.start)
@@ -86,7 +89,12 @@ def read_through(tile: Tile) -> Tile:
         if not whole:
             start[axis] = 0
             extent = (*extent[:axis], shape[axis], *extent[axis + 1 :])
-    return Tile(tile.source, (0,) * len(shape), extent, tuple(range(len(shape))), tuple(start))
+    return _box(tile, tuple(start), extent)
+
+
+def _box(tile: Tile, start: tuple[int, ...], extent: tuple[int, ...]) -> Tile:
+    """A box of the tile's source, along the stored axes."""
+    return Tile(tile.source, (0,) * len(start), extent, tuple(range(len(start))), start)
 
 
 def is_direct(tile: Tile, result_shape: tuple[int, ...], dtype: str) -> bool:

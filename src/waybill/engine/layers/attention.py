@@ -92,7 +92,8 @@ def _decode(
     """One new token a request. The G query heads of a KV head are its query rows: no key is repeated."""
     requests, kv_heads, _ = k_BKD.shape
     length = max(batch.cached) + 1
-    if min(batch.cached) + 1 == length:
+    mask = batch.decode_mask(length)
+    if mask is None:  # every request is at the same position
         keys_BKLD[:, :, length - 1] = k_BKD
         values_BKLD[:, :, length - 1] = v_BKD
     else:
@@ -100,7 +101,5 @@ def _decode(
         keys_BKLD[rows, :, batch.positions] = k_BKD
         values_BKLD[rows, :, batch.positions] = v_BKD
     q_BKGD = q_BHD.reshape(requests, kv_heads, -1, q_BHD.shape[-1])
-    out = F.scaled_dot_product_attention(
-        q_BKGD, keys_BKLD[:, :, :length], values_BKLD[:, :, :length], attn_mask=batch.decode_mask(length)
-    )
+    out = F.scaled_dot_product_attention(q_BKGD, keys_BKLD[:, :, :length], values_BKLD[:, :, :length], attn_mask=mask)
     return out.flatten(1, 2)

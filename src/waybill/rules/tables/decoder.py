@@ -5,11 +5,25 @@ These four already store one tensor per projection under the names quantizers sp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from waybill.config import ModelConfig
+from waybill.manifest import ComponentManifest, Task, resolve_components
 from waybill.rules.table import Drop, DropUnder, Move, RuleTable
 
 _LAYER = "model.layers.{i}"
 _RECOMPUTED = "recomputed from the config"
+
+
+TEXT_GENERATION = Task(name="text-generation", components={"decoder": ""}, roles={"decoder": "decoder"})
+"""One component, which is the whole model."""
+_SOURCES = {"decoder": ("",)}
+
+
+def decoder_components(hf_config: Mapping[str, Any]) -> ComponentManifest:
+    """A text model is a package of one component, which owns every weight."""
+    return resolve_components(TEXT_GENERATION, _SOURCES, hf_config=hf_config)
 
 
 def decoder_module_kind(module: str) -> str:

@@ -1,0 +1,152 @@
+"""The components of a package: resolved once, and asked by routing, construction, quantization and reports alike.
+
+Two name spaces meet here. Quantizer metadata and checkpoints speak of Hugging Face modules; a component's own modules
+have paths that begin at the component. A descriptor's source paths say where the one lies in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from waybill.errors import UnresolvedComponent
+
+Sources = Mapping[str, Sequence[str]]
+"""Component name to the Hugging Face module paths whose weights it owns; "" is the whole model."""
+SourcesHook = Callable[..., Sources]
+"""Called with model_type= and hf_config=, for architectures whose sources depend on the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentDescriptor:
+    """One part of a model: its name in the package, where it hangs in the whole model, what it is for, what it owns."""
+
+    name: str
+    module_attribute_path: str
+    role: str
+    source_paths: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Local module path to Hugging Face module path, where no root explains the one by the other."""
+
+    def source_module_names(self, local_path: str) -> tuple[str, ...]:
+        """The Hugging Face module names a local module path may stand for, most specific root first.
+
+        A local path that starts like a root's last shared segment is anchored there: `model.layers.0` at the root
+        `model.language_model` is `model.language_model.layers.0`. A path that is an alias or a source of its own is
+        what that says, and is put under no root: a top-level head does not become a head of the decoder's.
+        """
+        if local_path in self.aliases:
+            return (self.aliases[local_path],)
+        if local_path in self.source_paths:
+            return (local_path,)
+        first, _, rest = local_path.partition(".")
+        names = []
+        for root in sorted(self.source_paths, key=len, reverse=True):
+            if not root or owns(root, local_path):
+                names.append(local_path)
+            elif first in root.split("."):
+                names.append(f"{root}.{rest}" if rest else root)
+            else:
+                names.append(f"{root}.{local_path}")
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentManifest:
+    """All components of a package. `is_whole` is false for a selection of a larger package's components."""
+
+    components: tuple[ComponentDescriptor, ...]
+    is_whole: bool = True
+
+    def by_name(self, name: str) -> ComponentDescriptor:
+        """The component of that name.
+
+        Raises:
+            UnresolvedComponent: there is none.
+        """
+        for component in self.components:
+            if component.name == name:
+                return component
+        raise UnresolvedComponent(
+            "the model has no component of that name",
+            where=name,
+            expected=" | ".join(component.name for component in self.components),
+            found=repr(name),
+            fix="use the name of a component this model has",
+        )
+
+    @property
+    def only(self) -> ComponentDescriptor | None:
+        """The component of a package that has one: what is said of the whole model is said of it."""
+        return self.components[0] if self.is_whole and len(self.components) == 1 else None
+
+    def owner_of(self, module: str) -> ComponentDescriptor | None:
+        """The component whose source path is the longest that holds a Hugging Face module; None when none does."""
+        found, length = None, -1
+        for component in self.components:
+            for root in component.source_paths:
+                if len(root) > length and owns(root, module):
+                    found, length = component, len(root)
+        return found
+
+    def select(self, names: Sequence[str]) -> ComponentManifest:
+        """Some of the components. Model-wide rules do not apply to a selection, even of one."""
+        chosen = tuple(self.by_name(name) for name in names)
+        return replace(self, components=chosen, is_whole=self.is_whole and len(chosen) == len(self.components))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a package is for: its components in order, where each hangs in the whole model, and each one's role."""
+
+    name: str
+    components: Mapping[str, str]
+    """Component name to the attribute path of its module; "" when the component is the whole model."""
+    roles: Mapping[str, str]
+
+
+def resolve_components(
+    task: Task,
+    sources: Sources,
+    *,
+    hook: SourcesHook | None = None,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    model_type: str | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+) -> ComponentManifest:
+    """Combine what the task, its roles and the model's source declarations say.
+
+    A hook is asked when a model type is known (given, or in the config), and what it says replaces the static sources
+    of the components it names. Without a model type it is not asked, and nothing is guessed in its place.
+
+    Raises:
+        UnresolvedComponent: a component of the task has no role or no source path.
+    """
+    known = model_type or (hf_config or {}).get("model_type")
+    stated: dict[str, Sequence[str]] = dict(sources)
+    if hook is not None and known:
+        stated |= hook(model_type=known, hf_config=hf_config)
+    components = []
+    for name, path in task.components.items():
+        role, paths = task.roles.get(name), stated.get(name)
+        if role is None or not paths:
+            raise UnresolvedComponent(
+                "a component of the task cannot be resolved",
+                where=f"task {task.name}: {name}",
+                expected="a role, and at least one source path",
+                found=f"role {role or 'none'}, source paths {', '.join(paths or ()) or 'none'}",
+                fix="declare the component's sources beside the architecture",
+            )
+        alias = (aliases or {}).get(name, {})
+        components.append(
+            ComponentDescriptor(
+                name=name, module_attribute_path=path, role=role, source_paths=tuple(paths), aliases=alias
+            )
+        )
+    return ComponentManifest(tuple(components))
+
+
+def owns(root: str, module: str) -> bool:
+    """Whether a module is a root or lies below it, by whole path segments."""
+    return not root or module == root or module.startswith(f"{root}.")
