@@ -30,15 +30,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules/tables": {"config", "manifest", "rules"},
     "plan": {"checkpoint", "codecs", "config", "errors", "manifest", "rules", "weights"},
     "text": {"checkpoint", "errors"},
-    "engine/blueprint": {"config", "plan", "rules"},
-    "engine": {"config", "engine/blueprint", "engine/load", "errors", "plan"},
-    "engine/load": {"api", "checkpoint", "engine", "engine/blueprint", "errors", "plan", "weights"},
+    "blueprint": {"config", "plan", "rules"},
+    "engine/target": {"blueprint", "plan"},
+    "engine": {"blueprint", "config", "engine/load", "errors", "plan"},
+    "engine/load": {"api", "blueprint", "checkpoint", "engine", "errors", "plan", "weights"},
     "api": {
         "checkpoint",
         "codecs",
         "config",
         "engine",
-        "engine/blueprint",
+        "engine/target",
         "engine/load",
         "errors",
         "manifest",
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rules/tables",
         "weights",
     },
-    "overview": {"api", "checkpoint", "config", "engine/blueprint", "errors", "plan"},
+    "overview": {"api", "blueprint", "checkpoint", "config", "errors", "plan"},
     "waybill": {"api", "errors"},
     "cli": {"checkpoint", "engine", "engine/load", "errors", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},
@@ -67,7 +68,7 @@ HOMELESS = {"utils", "util", "common", "helpers", "misc"}
 # Values that carry the name of a model: a rope scaling type, and a kernel a packing format is named after.
 ROPE_TYPE = re.compile("llama3|exllama")
 MODEL_NAME = re.compile("llama|qwen", re.IGNORECASE)
-KNOWS_MODELS = ("config/architectures.py", "rules/tables/", "engine/blueprint.py")
+KNOWS_MODELS = ("config/architectures.py", "rules/tables/", "blueprint.py")
 
 
 def unit_of(module: str) -> str:
@@ -160,7 +161,7 @@ def test_imports_are_absolute_and_name_what_they_take(file: str) -> None:
 @all_files
 def test_torch_is_imported_inside_the_engine_only(file: str) -> None:
     eager = [lazy for module, lazy in imports(tree(file)) if module.split(".")[0] == "torch"]
-    if file in ("engine/__init__.py", "engine/blueprint.py"):
+    if file in ("engine/__init__.py", "engine/target.py"):
         assert False not in eager
     elif not file.startswith("engine/"):
         assert eager == []
@@ -176,7 +177,7 @@ def test_what_runs_strangers_code_is_imported_nowhere(file: str) -> None:
 
 def test_inspecting_and_planning_load_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys, waybill, waybill.overview, waybill.cli.app, waybill.plan.fold, waybill.engine.blueprint\n"
+        "import sys, waybill, waybill.overview, waybill.cli.app, waybill.plan.fold, waybill.engine.target\n"
         "print(*({'torch', 'transformers', 'safetensors'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -133,7 +133,7 @@ def dtype_tag(name: str) -> str:
 
 
 def _target(name: str) -> Target:
-    from waybill.engine.blueprint import TORCH
+    from waybill.engine.target import TORCH
 
     if name != TORCH.name:
         raise _bad_option("unknown target", TORCH.name, repr(name))

@@ -1,4 +1,4 @@
-"""The engine's parameters, declared once and without torch: the planner needs them to plan, the layers to be built.
+"""A decoder's parameters, declared once for all targets: plans, layers and graphs are made from them.
 
 Shapes follow Hugging Face: a linear weight is [out, in]. Merged members lie in the order in which the layer splits its
 output: q, k, v and gate, up.
@@ -12,13 +12,12 @@ from types import MappingProxyType
 
 from waybill.config import ModelConfig
 from waybill.plan.parameter import Kind, Packing, ParameterSpec, Part, Shard
-from waybill.plan.planner import Target
 from waybill.rules import Move, RuleTable
 
 _ATTENTION = "model.layers.{i}.self_attn"
 _MLP = "model.layers.{i}.mlp"
 
-ENGINE_RULES = RuleTable(
+DECODER_MERGES = RuleTable(
     (
         *(Move(f"{_ATTENTION}.{{q|k|v}}_proj.{leaf}", f"{_ATTENTION}.qkv_proj.{leaf}") for leaf in ("weight", "bias")),
         *(Move(f"{_MLP}.{{gate|up}}_proj.{leaf}", f"{_MLP}.gate_up_proj.{leaf}") for leaf in ("weight", "bias")),
@@ -26,14 +25,25 @@ ENGINE_RULES = RuleTable(
         Move(_MLP + ".experts.{e}.down_proj.weight", f"{_MLP}.experts.down_proj"),
     )
 )
-"""Hugging Face module names to the engine's: what is merged, what is stacked."""
+"""Hugging Face module names to those of targets: what is merged, what is stacked."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-def engine_parameters(
-    config: ModelConfig, packings: Mapping[str, Packing] = MappingProxyType({})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merges:
+    """What a target wants as one matrix: q, k and v; gate and up; and whether experts' gate and up rows alternate."""
+
+    qkv: bool = True
+    gate_up: bool = True
+    interleave: bool = False
+
+
+def decoder_parameters(
+    config: ModelConfig,
+    packings: Mapping[str, Packing] = MappingProxyType({}),
+    merges: Merges = Merges(),
 ) -> list[ParameterSpec]:
     """Every parameter of the decoder, in the order of the model's state dict.
 
@@ -41,17 +51,16 @@ def engine_parameters(
         config: the model.
         packings: how each packed weight lies on disk, by module weight name; the others are float. Projections that
             are packed differently are not merged.
+        merges: what the target wants merged.
     """
-    return list(_Blueprint(config, packings).parameters())
-
-
-TORCH = Target("torch", ENGINE_RULES, engine_parameters)
+    return list(_Blueprint(config, packings, merges).parameters())
 
 
 @dataclass(frozen=True, slots=True)
 class _Blueprint:
     config: ModelConfig
     packings: Mapping[str, Packing]
+    merges: Merges
 
     def parameters(self) -> Iterator[ParameterSpec]:
         config = self.config
@@ -78,7 +87,7 @@ class _Blueprint:
 
         weights = {f"{path}.{member}_proj": part(field, (hidden,)) for member, field in fields.items()}
         biases = {f"{path}.{member}_proj": part(field, ()) for member, field in fields.items()}
-        yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None)
+        yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None, self.merges.qkv)
         basis = f"hidden_size {hidden}, num_attention_heads {config.num_qo_heads} × head_dim {head_dim}"
         yield self._linear(f"{path}.o_proj", Part((hidden, config.num_qo_heads * head_dim), Shard(1), basis))
         if config.attention_output_bias:
@@ -93,7 +102,8 @@ class _Blueprint:
         names = [f"{path}.{member}_proj" for member in ("gate", "up")]
         weights = dict.fromkeys(names, Part((inner, hidden), Shard(0), basis))
         biases = dict.fromkeys(names, Part((inner,), Shard(0), f"intermediate_size {inner}"))
-        yield from self._merged(f"{path}.gate_up_proj", weights, biases if self.config.mlp_bias else None)
+        wanted = self.merges.gate_up
+        yield from self._merged(f"{path}.gate_up_proj", weights, biases if self.config.mlp_bias else None, wanted)
         yield self._linear(f"{path}.down_proj", Part((hidden, inner), Shard(1), basis))
         if self.config.mlp_bias:
             yield self._vector(f"{path}.down_proj.bias", hidden, "hidden_size")
@@ -110,33 +120,38 @@ class _Blueprint:
             names = [f"{path}.experts.{e}.{m}_proj.weight" for e in range(count) for m in members.split("|")]
             packing = self._common(names)
             yield ParameterSpec(
-                name=f"{path}.experts.{name}", kind="experts", parts=parts, stack=count, packing=packing
+                name=f"{path}.experts.{name}",
+                kind="experts",
+                parts=parts,
+                stack=count,
+                packing=packing,
+                interleave=self.merges.interleave and len(parts) > 1,
             )
 
     def _merged(
-        self, path: str, weights: Mapping[str, Part], biases: Mapping[str, Part] | None
+        self, path: str, weights: Mapping[str, Part], biases: Mapping[str, Part] | None, wanted: bool
     ) -> Iterator[ParameterSpec]:
-        """One parameter of all members when they are float or packed alike, else each by itself."""
+        """One parameter of all members when that is wanted and they are float or packed alike, else each by itself."""
         packings = [self.packings.get(f"{name}.weight") for name in weights]
         first = packings[0]
-        if all(packing is None for packing in packings) or (
-            first is not None and all(first.merges_with(packing) for packing in packings)
-        ):
+        alike = all(packing is None if first is None else first.merges_with(packing) for packing in packings)
+        if wanted and alike:
             packing = self._common([f"{name}.weight" for name in weights])
             yield ParameterSpec(name=f"{path}.weight", kind="linear", parts=tuple(weights.values()), packing=packing)
             if biases:
                 yield ParameterSpec(name=f"{path}.bias", kind="vector", parts=tuple(biases.values()))
             return
         for name, part in weights.items():
-            yield replace(self._linear(name, part), apart=True)
+            yield replace(self._linear(name, part), apart=wanted)
             if biases:
                 yield ParameterSpec(name=f"{name}.bias", kind="vector", parts=(biases[name],))
 
     def _common(self, names: list[str]) -> Packing | None:
         """The packing of a parameter made of several weights: the first's, with zero points when any has them."""
         first = self.packings.get(names[0])
-        zeros = any((packing := self.packings.get(name)) is not None and packing.zero_points for name in names)
-        return first._replace(zero_points=zeros) if first else None
+        alike = [packing for name in names if (packing := self.packings.get(name)) is not None]
+        zeros = any(packing.zero_points for packing in alike)
+        return first._replace(zero_points=zeros, symmetric=all(p.symmetric for p in alike)) if first else None
 
     def _linear(self, path: str, part: Part) -> ParameterSpec:
         name = f"{path}.weight"

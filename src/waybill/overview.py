@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from waybill.api import plan
+from waybill.blueprint import HEAD
 from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config import ModelConfig
-from waybill.engine.blueprint import HEAD
 from waybill.errors import PackingMismatch
 from waybill.plan import Plan
 

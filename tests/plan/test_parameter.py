@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import waybill
 from checkpoints import Array, Recipe, llama, qwen2, qwen3, qwen3_moe
+from waybill.blueprint import decoder_parameters
 from waybill.checkpoint import RangeReader, read_checkpoint
-from waybill.engine.blueprint import engine_parameters
 from waybill.plan import Binding, ParameterSpec, Part, Plan, Shard, Target, make_plan
 from waybill.plan.planner import Family
 from waybill.plan.stream import stream
@@ -155,7 +155,7 @@ def test_every_parameter_of_every_rank_is_the_cut_made_by_hand(kind: str, tp: in
     for rank in range(tp):
         plan = waybill.plan(folder, tp=tp, rank=rank)
         plan.require_clean()
-        shapes = {spec.name: spec.local_shape(rank, tp) for spec in engine_parameters(plan.config)}
+        shapes = {spec.name: spec.local_shape(rank, tp) for spec in decoder_parameters(plan.config)}
         bindings = {binding.target: binding for binding in plan.bindings}
         for target, result in delivered(plan).items():
             expected = by_hand(recipe, target, rank, tp)

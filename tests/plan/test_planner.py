@@ -17,7 +17,7 @@ import waybill
 from checkpoints import BF16, Array, Recipe, llama, qwen2, qwen3, qwen3_moe
 from waybill.api import DECODER
 from waybill.checkpoint import RangeReader, read_checkpoint
-from waybill.engine.blueprint import TORCH
+from waybill.engine.target import TORCH
 from waybill.plan import Plan, make_plan
 from waybill.plan.bill import CHUNK, THREADS
 from waybill.plan.stream import stream

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waybill.engine.blueprint import ENGINE_RULES
+from waybill.blueprint import DECODER_MERGES
 from waybill.rules import Drop, DropUnder, Move, Place, RuleTable
 from waybill.rules.table import Split
 
@@ -76,8 +76,8 @@ def test_the_sources_of_a_target_are_the_names_that_route_to_it(layer: int, expe
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     for target in (f"{attention}.qkv_proj.bias", f"{mlp}.gate_up_proj.weight", f"{mlp}.experts.gate_up_proj"):
         stack = expert if "experts" in target else 0
-        for member, source in enumerate(ENGINE_RULES.sources_of(target, stack)):
-            place = ENGINE_RULES.route(source)
+        for member, source in enumerate(DECODER_MERGES.sources_of(target, stack)):
+            place = DECODER_MERGES.route(source)
             assert isinstance(place, Place)
             assert (place.target, place.stack or 0, place.member) == (target, stack, member)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from waybill.api import plan
+from waybill.blueprint import HEAD
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
-from waybill.engine.blueprint import HEAD
 from waybill.engine.distributed import all_agree, get_tp_info
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.engine.layers.rotary import set_rope_device

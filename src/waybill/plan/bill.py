@@ -36,7 +36,8 @@ class Binding:
     value: LazyTensor
     tied_to: str | None = None
     role: str = "weight"
-    """`weight` for floats; `codes`, `scales` or `zero_points` for the parts of a packed weight."""
+    """`weight` for floats; `codes`, `scales` or `zero_points` for the parts of a packed weight; `midpoint` for zero
+    points that are read and checked, and not delivered."""
     largest: float | None = None
     """The largest scale the dtype that is computed in has room for."""
 
@@ -67,6 +68,8 @@ class Plan:
     notices: tuple[str, ...]
     packings: Mapping[str, Packing] = field(default_factory=dict)
     """How each packed weight lies in the checkpoint, by module name: what the target's layers are built from."""
+    holds_result: bool = True
+    """Whether the target keeps what it is given in memory, or writes it to a file."""
     parameters: int = 0
     """Elements of all logical weights, packed ones counted unpacked."""
     manifest: ComponentQuantizationManifest = field(default_factory=ComponentQuantizationManifest)
@@ -85,6 +88,8 @@ class Plan:
     @cached_property
     def peak_bytes(self) -> int:
         """The most host memory a load holds at once: the result, a stored head should it differ, and scratch."""
+        if not self.holds_result:
+            return 4 * THREADS * CHUNK
         heads = sum(binding.nbytes for binding in self.bindings if binding.tied_to is not None)
         staged = heads or any(not b.is_direct for b in self.bindings)
         return self.result_bytes + heads + (2 * THREADS * CHUNK if staged else 0)

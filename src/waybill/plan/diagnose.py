@@ -211,7 +211,9 @@ def _fits(weight: object, spec: ParameterSpec) -> bool:
     return (
         isinstance(weight, AffinePackedWeight)
         and spec.packing is not None
-        and ((weight.layout.bits, weight.layout.group, weight.scales.dtype) == spec.packing[:3])
+        and weight.layout.bits == spec.packing.bits
+        and weight.layout.group % spec.packing.group == 0  # smaller groups say the same
+        and weight.scales.dtype == spec.packing.scale_dtype
     )
 
 

@@ -63,12 +63,16 @@ class Part(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How a packed parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros."""
+    """How a packed parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros.
+
+    `symmetric`: the metadata says that every zero point is the midpoint, whether they are written out or not.
+    """
 
     bits: int
     group: int
     scale_dtype: str
     zero_points: bool
+    symmetric: bool = False
 
     def merges_with(self, other: Packing | None) -> bool:
         """Whether rows of both can share one parameter; missing zero points can be written out."""
@@ -95,6 +99,8 @@ class ParameterSpec:
     stack: int = 0
     tied_to: str | None = None
     packing: Packing | None = None
+    interleave: bool = False
+    """The parts' rows alternate, instead of lying one part after the other: row 0 of each, row 1 of each, …"""
     apart: bool = False
     """Usually a member of a merged parameter, kept by itself because the members are packed differently."""
 

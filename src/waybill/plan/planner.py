@@ -36,15 +36,25 @@ from waybill.weights.record import concat_weights, stack_weights
 LARGEST_FLOAT16 = 65504.0
 
 
+def _as_it_is(_: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
+    return weight.parts
+
+
 class Target(NamedTuple):
     """A sink for weights: its name, the rules from module names to its own, and the parameters it needs.
 
-    `parameters` is given the packings found on disk, by module weight name, and decides what is merged.
+    `parameters` is given the packings found on disk, by module weight name, and decides what is merged. `arrange` is
+    given each finished weight, and says which tensors it is delivered as, by role.
     """
 
     name: str
     rules: RuleTable
     parameters: Callable[[ModelConfig, Mapping[str, Packing]], Sequence[ParameterSpec]]
+    arrange: Callable[[ParameterSpec, Storage], Mapping[str, LazyTensor]] = _as_it_is
+    casts_scales: bool = False
+    """Whether scales are wanted in the dtype of the model, which must then hold them exactly."""
+    holds_result: bool = True
+    """Whether everything delivered stays in memory."""
 
 
 class Family(NamedTuple):
@@ -108,7 +118,8 @@ def make_plan(
         problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
         notices += [*agreement.separate(specs), *agreement.rounded_scales(specs, dtype)]
         if not problems:
-            bindings = [b for s in specs if s.name in slots for b in _bind(s, slots[s.name], rank, tp, dtype)]
+            bound = (spec for spec in specs if spec.name in slots)
+            bindings = [b for spec in bound for b in _bind(spec, slots[spec.name], rank, tp, dtype, target)]
             bindings.sort(key=_file_order(checkpoint))
     return Plan(
         checkpoint=checkpoint,
@@ -123,6 +134,7 @@ def make_plan(
         notices=tuple(notices),
         packings=packings,
         manifest=manifest,
+        holds_result=target.holds_result,
         parameters=sum(math.prod(record.storage.shape) for record in records),
     )
 
@@ -180,7 +192,8 @@ def packing_of(record: WeightRecord) -> Packing | None:
     weight = record.storage
     if isinstance(weight, FloatWeight):
         return None
-    return Packing(weight.layout.bits, weight.layout.group, weight.scales.dtype, weight.zero_points is not None)
+    layout = weight.layout
+    return Packing(layout.bits, layout.group, weight.scales.dtype, weight.zero_points is not None, layout.symmetric)
 
 
 def place(
@@ -244,7 +257,7 @@ def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice
     )
 
 
-def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str) -> Iterator[Binding]:
+def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, target: Target) -> Iterator[Binding]:
     """Shard each part, merge the parts, stack the merges; one binding for each tensor the weight is stored as."""
     packing = spec.local_packing(tp)
     layers = []
@@ -252,16 +265,17 @@ def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str) -> 
         members = [
             _shard(slots[position, member].storage, part, packing, rank, tp) for member, part in enumerate(spec.parts)
         ]
-        layers.append(concat_weights(members, spec.axis))
+        layers.append(stack_weights(members, 1) if spec.interleave else concat_weights(members, spec.axis))
     weight = stack_weights(layers) if spec.stack else layers[0]
     sources = tuple(dict.fromkeys(name for key in sorted(slots) for name in slots[key].tensors))
-    for role, value in weight.parts.items():
+    for role, value in target.arrange(spec, weight).items():
+        own = dtype if role == "weight" or (role == "scales" and target.casts_scales) else value.dtype
         yield Binding(
             target=part_name(spec.name, role),
             shape=value.shape,
-            dtype=dtype if role == "weight" else value.dtype,
+            dtype=own,
             sources=sources,
-            operations=_operations(spec, value, rank, tp, dtype if role == "weight" else value.dtype),
+            operations=_operations(spec, value, rank, tp, own),
             bytes_read=bytes_read(value),
             value=value,
             tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
@@ -301,7 +315,7 @@ def _operations(spec: ParameterSpec, value: LazyTensor, rank: int, tp: int, dtyp
             if cut.padded > cut.length:
                 steps.append(f"pad {cut.padded - cut.length} zeros")
     if len(spec.parts) > 1:
-        steps.append(f"concat {len(spec.parts)} on axis {spec.axis}")
+        steps.append(f"{'interleave' if spec.interleave else 'concat'} {len(spec.parts)} on axis {spec.axis}")
     if spec.stack:
         steps.append(f"stack {spec.stack}")
     if any(isinstance(tile.source, Decoded) for tile in value.tiles):

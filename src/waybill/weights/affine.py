@@ -114,9 +114,9 @@ def concat_affine(parts: Sequence[AffinePackedWeight], axis: int) -> AffinePacke
     return _join(parts, lambda values: concat(values, axis))
 
 
-def stack_affine(parts: Sequence[AffinePackedWeight]) -> AffinePackedWeight:
-    """Lay equal weights side by side along a new first axis."""
-    return _join(parts, stack)
+def stack_affine(parts: Sequence[AffinePackedWeight], axis: int = 0) -> AffinePackedWeight:
+    """Lay equal weights side by side along a new axis before K."""
+    return _join(parts, lambda values: stack(values, axis))
 
 
 def _join(

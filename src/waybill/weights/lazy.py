@@ -159,14 +159,18 @@ def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     return LazyTensor(parts[0].dtype, _replace(parts[0].shape, axis, at), tuple(tiles))
 
 
-def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Lay equal shapes side by side along a new first axis."""
+def stack(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
+    """Lay equal shapes side by side along a new axis."""
     tiles = [
-        Tile(tile.source, (i, *tile.offset), (1, *tile.shape), (None, *tile.axes), tile.start)
+        tile._replace(
+            offset=_insert(tile.offset, axis, i),
+            shape=_insert(tile.shape, axis, 1),
+            axes=_insert(tile.axes, axis, None),
+        )
         for i, part in enumerate(parts)
         for tile in part.tiles
     ]
-    return LazyTensor(parts[0].dtype, (len(parts), *parts[0].shape), tuple(tiles))
+    return LazyTensor(parts[0].dtype, _insert(parts[0].shape, axis, len(parts)), tuple(tiles))
 
 
 def _cut(tile: Tile, axis: int, low: int, high: int, origin: int) -> Tile:
@@ -183,6 +187,10 @@ def _cut(tile: Tile, axis: int, low: int, high: int, origin: int) -> Tile:
 
 def _replace(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _insert(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:axis], value, *values[axis:])
 
 
 def _without(values: tuple[_T, ...], axis: int) -> tuple[_T, ...]:

@@ -50,12 +50,12 @@ def concat_weights(parts: Sequence[Storage], axis: int) -> Storage:
     return FloatWeight(concat([part.value for part in parts if isinstance(part, FloatWeight)], axis))
 
 
-def stack_weights(parts: Sequence[Storage]) -> Storage:
-    """Stack weights of one kind and layout along a new first axis."""
+def stack_weights(parts: Sequence[Storage], axis: int = 0) -> Storage:
+    """Stack weights of one kind and layout along a new axis."""
     packed = [part for part in parts if isinstance(part, AffinePackedWeight)]
     if packed:
-        return stack_affine(packed)
-    return FloatWeight(stack([part.value for part in parts if isinstance(part, FloatWeight)]))
+        return stack_affine(packed, axis)
+    return FloatWeight(stack([part.value for part in parts if isinstance(part, FloatWeight)], axis))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from waybill.blueprint import decoder_parameters
 from waybill.config import ModelConfig
-from waybill.engine.blueprint import engine_parameters
 from waybill.engine.distributed import TPInfo
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.errors import DtypeMismatch, MissingWeight, Refused, ShapeMismatch, UnclaimedWeight, WaybillError
@@ -21,7 +21,7 @@ class Parameters:
     def __init__(self, config: ModelConfig, tp: TPInfo, packings: Mapping[str, Packing]) -> None:
         self.config = config
         self.tp = tp
-        self._specs = {spec.name: spec for spec in engine_parameters(config, packings)}
+        self._specs = {spec.name: spec for spec in decoder_parameters(config, packings)}
         self._tensors = {
             name: form for spec in self._specs.values() for name, form in spec.tensors(tp.rank, tp.size).items()
         }

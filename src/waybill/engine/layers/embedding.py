@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from waybill.engine.blueprint import EMBEDDING, HEAD
+from waybill.blueprint import EMBEDDING, HEAD
 from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import all_gather_last, all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from waybill.blueprint import EMBEDDING, HEAD
 from waybill.config import ModelConfig
-from waybill.engine.blueprint import EMBEDDING, HEAD
 from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import TPInfo, all_agree
 from waybill.engine.layers.attention import RopeAttention

@@ -1,0 +1,102 @@
+"""A graph under construction: nodes are appended, parameters are promised, and bytes come later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from waybill.weights.dtypes import Array
+
+IR_VERSION = 11
+OPSETS = {"": 24, "com.microsoft": 1}
+MICROSOFT = "com.microsoft"
+IR_DTYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "U8": ir.DataType.UINT8,
+    "I64": ir.DataType.INT64,
+}
+"""Safetensors tags of what a package holds."""
+
+Dim = int | str
+
+
+@dataclass(slots=True)
+class Graph:
+    """Appends nodes in running order. `parameters` wait for their place in a data file; `tables` are computed."""
+
+    inputs: list[ir.Value] = field(default_factory=list)
+    outputs: list[ir.Value] = field(default_factory=list)
+    nodes: list[ir.Node] = field(default_factory=list)
+    parameters: dict[str, ir.Value] = field(default_factory=dict)
+    tables: dict[str, Array] = field(default_factory=dict)
+    _constants: dict[str, ir.Value] = field(default_factory=dict)
+
+    def input(self, name: str, dtype: str, shape: Sequence[Dim]) -> ir.Value:
+        """A graph input."""
+        self.inputs.append(_value(name, dtype, shape))
+        return self.inputs[-1]
+
+    def output(self, value: ir.Value, name: str, dtype: str, shape: Sequence[Dim]) -> None:
+        """Make a node's output the graph's."""
+        value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(IR_DTYPES[dtype])
+        self.outputs.append(value)
+
+    def parameter(self, name: str, dtype: str, shape: Sequence[int]) -> ir.Value:
+        """An initializer whose bytes the plan brings."""
+        if name not in self.parameters:
+            self.parameters[name] = _value(name, dtype, shape)
+        return self.parameters[name]
+
+    def table(self, name: str, values: Array, dtype: str) -> ir.Value:
+        """An initializer that is computed from the config and stored beside the parameters."""
+        self.tables[name] = values
+        return self.parameter(name, dtype, values.shape)
+
+    def constant(self, values: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
+        """A small constant inside the graph; equal ones are one."""
+        array = np.asarray(values, dtype)
+        name = f"constant/{array.dtype}{list(array.shape)}/{','.join(map(str, array.ravel().tolist()))}"
+        if name not in self._constants:
+            self._constants[name] = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        return self._constants[name]
+
+    def node(
+        self, name: str, operator: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: Any
+    ) -> list[ir.Value]:
+        """Append a node; optional inputs are None. Returns its outputs."""
+        given = list(inputs)
+        while given and given[-1] is None:
+            given.pop()
+        values = [ir.Value(name=name if at == 0 else f"{name}/{at}") for at in range(outputs)]
+        self.nodes.append(
+            ir.node(operator, given, attributes=attributes, domain=domain, outputs=values, name=f"{name}/{operator}")
+        )
+        return values
+
+    def op(self, name: str, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """The same for the usual case, one output."""
+        return self.node(name, operator, *inputs, domain=domain, **attributes)[0]
+
+    def finish(self, name: str, tensors: dict[str, ir.TensorProtocol]) -> ir.Model:
+        """The model, with a tensor for every parameter."""
+        for parameter, value in self.parameters.items():
+            value.const_value = tensors[parameter]
+        graph = ir.Graph(
+            self.inputs,
+            self.outputs,
+            nodes=self.nodes,
+            initializers=[*self._constants.values(), *self.parameters.values()],
+            opset_imports=OPSETS,
+            name=name,
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="waybill")
+
+
+def _value(name: str, dtype: str, shape: Sequence[Dim]) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(IR_DTYPES[dtype]))

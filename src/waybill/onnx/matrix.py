@@ -1,0 +1,98 @@
+"""Matrices as nodes: multiplied by, and looked up in. Float as stored, or packed and kept packed.
+
+A packed matrix [N, K] in blocks of B elements with b bits: codes U8 [N, nb, B·b/8], scales [N, nb], zero points packed
+like the codes, U8 [N, ceil(nb·b/8)], or none: 2**(b-1) everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from waybill.onnx.graph import MICROSOFT, Graph
+from waybill.plan.parameter import Packing, ParameterSpec, part_name
+
+INT8_ACTIVATIONS = 4
+"""accuracy_level: the product may round activations to 8 bits; an order of magnitude faster for 2 and 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Makes the nodes that use a parameter, by its declaration."""
+
+    graph: Graph
+    specs: Mapping[str, ParameterSpec]
+    dtype: str
+    accuracy_level: int
+
+    def product(self, name: str, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
+        """x Wᵀ + b, [..., K] -> [..., N]."""
+        spec = self.specs[weight]
+        added = self.vector(bias) if bias is not None and bias in self.specs else None
+        if spec.packing is None:
+            return self._float_product(name, x, spec, added)
+        rows, columns = spec.local_shape(0, 1)
+        codes, scales, zeros = self.packed(spec, spec.packing)
+        return self.graph.op(
+            name, "MatMulNBits", x, codes, scales, zeros, None, added, domain=MICROSOFT,
+            K=columns, N=rows, bits=spec.packing.bits, block_size=spec.packing.group,
+            accuracy_level=self.accuracy_level,
+        )  # fmt: skip
+
+    def _float_product(self, name: str, x: ir.Value, spec: ParameterSpec, bias: ir.Value | None) -> ir.Value:
+        """By the weight as Hugging Face stores it, [N, K]: nothing is transposed, and a tied head is the embedding."""
+        weight = self.graph.parameter(spec.name, self.dtype, spec.local_shape(0, 1))
+        label = name if bias is None else f"{name}/product"
+        if self.dtype == "F32":
+            y = self.graph.op(label, "FusedMatMul", x, weight, domain=MICROSOFT, transB=1)
+        else:  # FusedMatMul has no 16-bit kernel on the CPU
+            turned = self.graph.op(f"{name}/transposed", "Transpose", weight, perm=[1, 0])
+            y = self.graph.op(label, "MatMul", x, turned)
+        return y if bias is None else self.graph.op(name, "Add", y, bias)
+
+    def rows(self, name: str, ids: ir.Value, weight: str) -> ir.Value:
+        """Rows of a table, [...] -> [..., K]."""
+        spec = self.specs[weight]
+        if spec.packing is None:
+            return self.graph.op(name, "Gather", self.graph.parameter(weight, self.dtype, spec.local_shape(0, 1)), ids)
+        packing = spec.packing
+        rows, columns = spec.local_shape(0, 1)
+        blocks = columns // packing.group
+        codes = self.graph.parameter(f"{part_name(weight, 'codes')}.rows", "U8", (rows, columns * packing.bits // 8))
+        scales = self.graph.parameter(part_name(weight, "scales"), self.dtype, (rows, blocks))
+        # The default zero point depends on the runtime's version and the data's type: it is always written out.
+        zeros = self.graph.parameter(part_name(weight, "zero_points"), "U8", (rows, zero_bytes(blocks, packing.bits)))
+        return self.graph.op(
+            name, "GatherBlockQuantized", codes, ids, scales, zeros, domain=MICROSOFT,
+            gather_axis=0, quantize_axis=1, bits=packing.bits, block_size=packing.group,
+        )  # fmt: skip
+
+    def packed(self, spec: ParameterSpec, packing: Packing) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """Codes, scales and zero points of a matrix or a bank."""
+        *rows, columns = spec.local_shape(0, 1)
+        blocks = -(-columns // packing.group)
+        octets = packing.group * packing.bits // 8
+        bank = spec.stack > 0  # a bank's rows are plain bytes
+        shape = (*rows, blocks * octets) if bank else (*rows, blocks, octets)
+        codes = self.graph.parameter(part_name(spec.name, "codes"), "U8", shape)
+        scales = self.graph.parameter(part_name(spec.name, "scales"), self.dtype, (*rows, blocks))
+        if not packing.zero_points:
+            return codes, scales, None
+        name = part_name(spec.name, "zero_points")
+        return codes, scales, self.graph.parameter(name, "U8", (*rows, zero_bytes(blocks, packing.bits)))
+
+    def vector(self, name: str) -> ir.Value:
+        """A norm's weight or a bias."""
+        return self.graph.parameter(name, self.dtype, self.specs[name].local_shape(0, 1))
+
+    def bank(self, name: str) -> ir.Value:
+        """A float bank [E, N, K]."""
+        return self.graph.parameter(name, self.dtype, self.specs[name].local_shape(0, 1))
+
+
+def zero_bytes(blocks: int, bits: int) -> int:
+    """Bytes of one row's zero points."""
+    return math.ceil(blocks * bits / 8)

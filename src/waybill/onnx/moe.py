@@ -1,0 +1,56 @@
+"""Routed experts as one operator: MoE for float banks, QMoE for packed ones.
+
+Both want the rows of gate and up interleaved (`swiglu_fusion` 1), raw router logits, and take the softmax themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from waybill.config import ModelConfig
+from waybill.onnx.graph import MICROSOFT
+from waybill.onnx.matrix import Matrices
+
+ROUTER_WEIGHTS = 14
+"""QMoE's input for weights computed outside."""
+
+
+def routed(matrices: Matrices, config: ModelConfig, path: str, x: ir.Value) -> ir.Value:
+    """Σ over a token's chosen experts of weight · expert(x), [B, S, H] -> [B, S, H]."""
+    graph = matrices.graph
+    scores = matrices.product(f"{path}.gate", x, f"{path}.gate.weight")
+    logits = graph.op(f"{path}.router", "Reshape", scores, graph.constant([-1, config.num_experts]))
+    first, second = (matrices.specs[f"{path}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    swiglu: dict[str, Any] = {
+        "k": config.num_experts_per_tok,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "normalize_routing_weights": int(config.norm_topk_prob),
+    }
+    if first.packing is None or second.packing is None:
+        banks = (matrices.bank(first.name), None, matrices.bank(second.name))
+        return graph.op(f"{path}.experts", "MoE", x, logits, *banks, domain=MICROSOFT, **swiglu)
+    codes1, scales1, zeros1 = matrices.packed(first, first.packing)
+    codes2, scales2, zeros2 = matrices.packed(second, second.packing)
+    inputs: list[ir.Value | None] = [x, logits, codes1, scales1, None, codes2, scales2, None, None, None, None]
+    inputs += [zeros1, zeros2]
+    if not config.norm_topk_prob:
+        # The packed kernel renormalizes whatever the attribute says, unless it is given the weights.
+        inputs += [None] * (ROUTER_WEIGHTS - len(inputs))
+        inputs.append(graph.op(f"{path}.probabilities", "Softmax", logits, axis=-1))
+    widths: dict[str, int] = {"expert_weight_bits": first.packing.bits}
+    if first.packing.bits != second.packing.bits:
+        widths = {
+            "expert_weight_bits": 4,
+            "fc1_expert_weight_bits": first.packing.bits,
+            "fc2_expert_weight_bits": second.packing.bits,
+            "fc3_expert_weight_bits": first.packing.bits,
+        }
+    return graph.op(
+        f"{path}.experts", "QMoE", *inputs, domain=MICROSOFT,
+        **swiglu, **widths, block_size=first.packing.group, weights_prepacked=0, accuracy_level=matrices.accuracy_level,
+    )  # fmt: skip

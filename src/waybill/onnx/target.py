@@ -1,0 +1,91 @@
+"""What an ONNX package asks of a plan: which matrices are one, how packed weights are cut into blocks and laid out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from waybill.blueprint import DECODER_MERGES, EMBEDDING, Merges, decoder_parameters
+from waybill.config import ModelConfig
+from waybill.plan.parameter import Packing, ParameterSpec
+from waybill.plan.planner import Target
+from waybill.weights import FloatWeight, LazyTensor, Storage, stored
+from waybill.weights.dtypes import Array
+from waybill.weights.lazy import Decoded
+
+SMALLEST_BLOCK = 16
+LARGEST_BLOCK = {2: 256, 4: 1024, 8: 1024}
+"""Elements of K a scale may cover, by bits: what the CPU kernels take. Blocks are powers of two."""
+
+
+def onnx_parameters(config: ModelConfig, packings: Mapping[str, Packing]) -> list[ParameterSpec]:
+    """Every parameter of the graph. Groups become blocks the operators know: smaller groups say the same exactly."""
+    merges = Merges(qkv=not config.qk_norm, gate_up=False, interleave=True)
+    return [_legal(spec) for spec in decoder_parameters(config, packings, merges)]
+
+
+def _legal(spec: ParameterSpec) -> ParameterSpec:
+    packing = spec.packing
+    if packing is None:
+        return spec
+    columns = spec.parts[0].shape[-1]
+    block = math.gcd(packing.group, 1 << 30)
+    if spec.kind in ("embedding", "head", "experts"):  # rows without a short last block
+        block = math.gcd(block, columns)
+    block = min(block, LARGEST_BLOCK[packing.bits])
+    zeros = packing.zero_points and not packing.symmetric
+    return replace(spec, packing=packing._replace(group=block, zero_points=zeros or spec.name == EMBEDDING))
+
+
+def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
+    """A finished weight as the operators' inputs. Zero points that all are the midpoint are checked and left out."""
+    if isinstance(weight, FloatWeight) or spec.packing is None:
+        return weight.parts
+    if spec.packing.zero_points:
+        weight = weight.with_zero_points()
+    parts = {"codes": weight.codes, "scales": weight.scales}
+    if weight.zero_points is not None:
+        if spec.packing.zero_points:
+            parts["zero_points"] = _packed_fields(weight.zero_points, weight.layout.bits)
+        else:
+            parts["midpoint"] = weight.zero_points
+    return parts
+
+
+ONNX = Target("onnx", DECODER_MERGES, onnx_parameters, arrange, casts_scales=True, holds_result=False)
+"""ONNX Runtime: q, k, v merged where the graph allows, scales in the dtype of the activations."""
+
+
+def _packed_fields(value: LazyTensor, bits: int) -> LazyTensor:
+    """U8 [..., G] with a field each to U8 [..., ceil(G·bits/8)]."""
+    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
+    shape = (*value.shape[:-1], math.ceil(value.shape[-1] * bits / 8))
+    return stored(Decoded(first.name, "U8", shape, first.file, first.offset, PackedFields(value, bits)))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFields:
+    """Fields to bytes along the last axis, the first in the low bits; unused bits of the last byte are zero."""
+
+    value: LazyTensor
+    bits: int
+
+    def inputs(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[LazyTensor, ...]:
+        """The fields of the wanted bytes."""
+        per_byte = 8 // self.bits
+        last = len(start) - 1
+        first, end = start[-1] * per_byte, min((start[-1] + extent[-1]) * per_byte, self.value.shape[-1])
+        return (self.value.box(start[:-1], extent[:-1]).narrow(last, first, end - first),)
+
+    def decode(self, arrays: Sequence[Array], start: tuple[int, ...], extent: tuple[int, ...]) -> Array:
+        """Pack."""
+        per_byte = 8 // self.bits
+        whole = np.zeros((*extent[:-1], extent[-1] * per_byte), np.uint8)
+        whole[..., : arrays[0].shape[-1]] = arrays[0]
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
+        fields = whole.reshape(*extent, per_byte) << shifts
+        packed: Array = np.bitwise_or.reduce(fields, axis=-1)
+        return packed
