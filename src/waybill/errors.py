@@ -15,10 +15,14 @@ WaybillError
 │   ├── MissingWeight       MissingHead        IncompleteMerge
 │   ├── UnclaimedWeight     ClaimedTwice       PrefixDrift
 │   ├── ShapeMismatch       VocabMismatch      DtypeMismatch
-│   ├── IncompleteWeight    PackingMismatch
-│   └── ExpertMismatch      IllegalParallelism
+│   ├── IncompleteWeight    PackingMismatch    UnboundParameter
+│   └── ExpertMismatch      IllegalParallelism UnsupportedByRuntime
+├── PackageError            writing, opening or proving a package
+│   ├── TargetExists        CannotWrite        CannotLink
+│   └── UnboundPackage
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     ZeroPointMismatch  BadScales         CastOverflow
+    ├── InexactScales
     ├── NoTokenizer         BadTemplate        BadRequest        DeviceUnavailable
     └── BadOption           OtherRankFailed
 """
@@ -305,10 +309,50 @@ class ExpertMismatch(PlanError):
     code = "expert-mismatch"
 
 
+class UnboundParameter(PlanError):
+    """An emitted graph and the plan for its weights disagree about a parameter."""
+
+    code = "unbound-parameter"
+
+
+class UnsupportedByRuntime(PlanError):
+    """The runtime's execution provider has no kernel for what the package would hold."""
+
+    code = "unsupported-by-runtime"
+
+
 class IllegalParallelism(PlanError):
     """The model cannot be cut into that many ranks."""
 
     code = "illegal-tp"
+
+
+class PackageError(WaybillError):
+    """A package cannot be written, opened or proven."""
+
+
+class TargetExists(PackageError):
+    """There is already something where the package would go."""
+
+    code = "target-exists"
+
+
+class CannotWrite(PackageError):
+    """The package cannot be written: no space, no permission, or a failing disk."""
+
+    code = "cannot-write"
+
+
+class CannotLink(PackageError):
+    """The package cannot refer to the checkpoint's own bytes."""
+
+    code = "cannot-link"
+
+
+class UnboundPackage(PackageError):
+    """A package built without weights was to be saved."""
+
+    code = "unbound-package"
 
 
 class RunError(WaybillError):
@@ -331,6 +375,12 @@ class BadScales(RunError):
     """The scales of a packed weight are not finite, or those of a whole group are zero."""
 
     code = "bad-scales"
+
+
+class InexactScales(RunError):
+    """A scale of a packed weight is not a number of the dtype it is wanted in."""
+
+    code = "inexact-scales"
 
 
 class CastOverflow(RunError):

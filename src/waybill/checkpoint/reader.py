@@ -56,6 +56,23 @@ class RangeReader:
         with self._lock:
             self.bytes_read += done
 
+    def copy_into(self, file: str, offset: int, target: int, at: int, nbytes: int) -> None:
+        """Copy a range into another open file inside the kernel, sharing its blocks where the file system can.
+
+        Raises:
+            FileChanged: the file was replaced or shrank.
+            OSError: the target cannot be written, or the two files cannot be copied between (EXDEV, EINVAL, …).
+        """
+        descriptor = self._open(file)
+        done = 0
+        while done < nbytes:
+            count = os.copy_file_range(descriptor, target, nbytes - done, offset + done, at + done)
+            if count == 0:
+                raise self._changed(file, f"the file ends at byte {offset + done:,}")
+            done += count
+        with self._lock:
+            self.bytes_read += done
+
     def _open(self, file: str) -> int:
         with self._lock:
             descriptor = self._descriptors.get(file)

@@ -155,12 +155,17 @@ def _bytes_of(tensor: torch.Tensor) -> Array:
     return array
 
 
+def _rows_of(tensor: torch.Tensor) -> Callable[[int, int], Array]:
+    """The bytes of a host tensor's rows."""
+    return lambda start, stop: _bytes_of(tensor[start:stop])
+
+
 def _equals_table(
     heads: tuple[Binding, ...], state: Mapping[str, torch.Tensor], reader: RangeReader, device: torch.device
 ) -> bool:
     """Whether a head that is stored though the config ties it has the embedding's bytes, on every rank."""
     with _together(device):
-        same = all(equals(head, reader, _bytes_of(state[head.tied_to].cpu())) for head in heads if head.tied_to)
+        same = all(equals(head, reader, _rows_of(state[head.tied_to].cpu())) for head in heads if head.tied_to)
     return all_agree(same, device)
 
 

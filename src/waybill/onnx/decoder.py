@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from waybill.blueprint import EMBEDDING, HEAD
-from waybill.config import ModelConfig, RotaryConfig
+from waybill.config import ModelConfig
 from waybill.onnx.graph import MICROSOFT, Graph
 from waybill.onnx.matrix import INT8_ACTIVATIONS, Matrices
 from waybill.onnx.moe import routed
+from waybill.onnx.positions import last_position, request_lengths, rotary_tables
 from waybill.plan.parameter import ParameterSpec
-from waybill.weights.dtypes import NUMPY_DTYPES, Array
+from waybill.weights.dtypes import NUMPY_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Decoder:
         graph, config = self.graph, self.config
         ids = graph.input("input_ids", "I64", ("batch_size", "sequence_length"))
         mask = graph.input("attention_mask", "I64", ("batch_size", "total_sequence_length"))
-        lengths, total = self._lengths(mask)
+        lengths, total = request_lengths(graph, mask)
         rotary = self._rotary()
         residual = self.matrices.rows("model.embed_tokens", ids, EMBEDDING)
         x = self._norm("model.layers.0.input_layernorm", residual)
@@ -70,25 +70,15 @@ class _Decoder:
                 y = routed(self.matrices, config, f"{path}.mlp", x)
             else:
                 y = self._mlp(f"{path}.mlp", x)
-            last = layer == config.num_layers - 1
-            x, residual = self._add_norm("model.norm" if last else f"model.layers.{layer + 1}.input_layernorm", y, residual)
+            following = f"model.layers.{layer + 1}.input_layernorm"
+            x, residual = self._add_norm(following if layer + 1 < config.num_layers else "model.norm", y, residual)
         if not self.options.all_logits:
-            x = self._last(x, ids, lengths, total)
+            x = last_position(graph, x, ids, lengths, total)
         logits = self.matrices.product("lm_head", x, EMBEDDING if tied else HEAD)
         positions: int | str = "sequence_length" if self.options.all_logits else 1
         graph.output(logits, "logits", self.dtype, ("batch_size", positions, config.vocab_size))
         graph.outputs.insert(0, graph.outputs.pop())  # before the cache
         return graph
-
-    def _lengths(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Each request's last position, I32 [B], and the longest total, I32 scalar."""
-        graph = self.graph
-        sums = graph.op("lengths/sum", "ReduceSum", mask, graph.constant([1]), keepdims=0)
-        last = graph.op("lengths/last", "Sub", sums, graph.constant(1))
-        shape = graph.op("lengths/shape", "Shape", mask)
-        total = graph.op("lengths/total", "Gather", shape, graph.constant(1))
-        int32 = int(ir.DataType.INT32)
-        return graph.op("lengths", "Cast", last, to=int32), graph.op("total_length", "Cast", total, to=int32)
 
     def _rotary(self) -> tuple[ir.Value, ir.Value]:
         cos, sin = rotary_tables(self.config.rotary_config)
@@ -165,21 +155,3 @@ class _Decoder:
         graph = self.graph
         heads = graph.op(f"{path}/heads", "Reshape", x, graph.constant([0, 0, -1, self.config.head_dim]))
         return graph.op(f"{path}/flat", "Reshape", self._norm(path, heads), graph.constant([0, 0, -1]))
-
-    def _last(self, x: ir.Value, ids: ir.Value, lengths: ir.Value, total: ir.Value) -> ir.Value:
-        """Each request's last new position, [B, S, H] -> [B, 1, H]: its length less what was there before."""
-        graph = self.graph
-        shape = graph.op("last/shape", "Shape", ids)
-        new = graph.op("last/new", "Cast", graph.op("last/count", "Gather", shape, graph.constant(1)), to=int(ir.DataType.INT32))
-        before = graph.op("last/before", "Sub", total, new)
-        at = graph.op("last/at", "Max", graph.op("last/offset", "Sub", lengths, before), graph.constant(0, np.int32))
-        index = graph.op("last/index", "Unsqueeze", graph.op("last/long", "Cast", at, to=int(ir.DataType.INT64)), graph.constant([1]))
-        row = graph.op("last/row", "GatherND", x, index, batch_dims=1)
-        return graph.op("last", "Unsqueeze", row, graph.constant([1]))
-
-
-def rotary_tables(config: RotaryConfig) -> tuple[Array, Array]:
-    """cos and sin, float32 [positions, rotary_dim / 2]. Angles are float32 too: so models were trained."""
-    frequencies, factor = config.frequencies()
-    angles = np.arange(config.max_position, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
-    return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)

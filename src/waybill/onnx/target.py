@@ -5,37 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from waybill.blueprint import DECODER_MERGES, EMBEDDING, Merges, decoder_parameters
 from waybill.config import ModelConfig
+from waybill.onnx.providers import refusals
 from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.plan.planner import Target
 from waybill.weights import FloatWeight, LazyTensor, Storage, stored
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import Decoded
 
-SMALLEST_BLOCK = 16
 LARGEST_BLOCK = {2: 256, 4: 1024, 8: 1024}
 """Elements of K a scale may cover, by bits: what the CPU kernels take. Blocks are powers of two."""
 
 
-def onnx_parameters(config: ModelConfig, packings: Mapping[str, Packing]) -> list[ParameterSpec]:
+def onnx_parameters(
+    config: ModelConfig, packings: Mapping[str, Packing], merge_qkv: bool = True
+) -> list[ParameterSpec]:
     """Every parameter of the graph. Groups become blocks the operators know: smaller groups say the same exactly."""
-    merges = Merges(qkv=not config.qk_norm, gate_up=False, interleave=True)
-    return [_legal(spec) for spec in decoder_parameters(config, packings, merges)]
+    merges = Merges(qkv=merge_qkv and not config.qk_norm, gate_up=False, interleave=True)
+    specs = decoder_parameters(config, packings, merges)
+    blocks = {spec.name: _block(spec) for spec in specs if spec.packing is not None}
+    for spec in specs:
+        if spec.kind == "experts" and spec.name in blocks:  # one operator, one block size
+            layer = spec.name.rpartition(".")[0]
+            blocks[spec.name] = min(block for name, block in blocks.items() if name.startswith(f"{layer}."))
+    return [_legal(spec, blocks[spec.name]) if spec.name in blocks else spec for spec in specs]
 
 
-def _legal(spec: ParameterSpec) -> ParameterSpec:
+def _block(spec: ParameterSpec) -> int:
+    """The largest power of two that divides a packed weight's groups and that its operator takes."""
+    if spec.packing is None:
+        raise ValueError(f"{spec.name} is not packed")
+    block = math.gcd(spec.packing.group, LARGEST_BLOCK[spec.packing.bits])
+    whole_rows = spec.kind in ("embedding", "head", "experts")  # no short last block
+    return math.gcd(block, spec.parts[0].shape[-1]) if whole_rows else block
+
+
+def _legal(spec: ParameterSpec, block: int) -> ParameterSpec:
     packing = spec.packing
     if packing is None:
         return spec
-    columns = spec.parts[0].shape[-1]
-    block = math.gcd(packing.group, 1 << 30)
-    if spec.kind in ("embedding", "head", "experts"):  # rows without a short last block
-        block = math.gcd(block, columns)
-    block = min(block, LARGEST_BLOCK[packing.bits])
     zeros = packing.zero_points and not packing.symmetric
     return replace(spec, packing=packing._replace(group=block, zero_points=zeros or spec.name == EMBEDDING))
 
@@ -55,8 +68,17 @@ def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
     return parts
 
 
-ONNX = Target("onnx", DECODER_MERGES, onnx_parameters, arrange, casts_scales=True, holds_result=False)
-"""ONNX Runtime: q, k, v merged where the graph allows, scales in the dtype of the activations."""
+def onnx_target(ep: str = "cpu", *, link: bool = False) -> Target:
+    """ONNX Runtime on one execution provider. To link to the checkpoint's bytes, q, k and v stay apart as stored."""
+    return Target(
+        "onnx",
+        DECODER_MERGES,
+        partial(onnx_parameters, merge_qkv=not link),
+        arrange=arrange,
+        refusals=partial(refusals, ep),
+        casts_scales=True,
+        holds_result=False,
+    )
 
 
 def _packed_fields(value: LazyTensor, bits: int) -> LazyTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Target(NamedTuple):
     rules: RuleTable
     parameters: Callable[[ModelConfig, Mapping[str, Packing]], Sequence[ParameterSpec]]
     arrange: Callable[[ParameterSpec, Storage], Mapping[str, LazyTensor]] = _as_it_is
+    refusals: Callable[[ModelConfig, Sequence[ParameterSpec], str], Iterable[WaybillError]] = lambda *_: ()
+    """What the target cannot run of these parameters in this dtype."""
     casts_scales: bool = False
     """Whether scales are wanted in the dtype of the model, which must then hold them exactly."""
     holds_result: bool = True
@@ -116,7 +118,10 @@ def make_plan(
         problems += routing.problems
         problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
         problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
-        notices += [*agreement.separate(specs), *agreement.rounded_scales(specs, dtype)]
+        problems += target.refusals(config, specs, dtype)
+        notices += agreement.separate(specs)
+        if not target.casts_scales:
+            notices += agreement.rounded_scales(specs, dtype)
         if not problems:
             bound = (spec for spec in specs if spec.name in slots)
             bindings = [b for spec in bound for b in _bind(spec, slots[spec.name], rank, tp, dtype, target)]

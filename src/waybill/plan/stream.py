@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from waybill.checkpoint import RangeReader, TensorHeader
-from waybill.errors import BadScales, CastOverflow, NonFiniteWeight
 from waybill.plan.bill import CHUNK, THREADS, Binding
+from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import populate
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
@@ -69,10 +69,10 @@ def stream(
         if filled < binding.nbytes:
             progress(binding.nbytes - filled)  # padding
         ahead -= binding.nbytes
-        if binding.role == "scales" and (found := _bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
+        if binding.role == "scales" and (found := bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
             raise found
         if check_finite and binding.role == "weight" and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
-            raise _non_finite(binding)
+            raise non_finite(binding)
         return binding, result
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-read") as pool:
@@ -90,10 +90,11 @@ def stream(
             raise
 
 
-def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
-    """Whether a stored parameter has exactly the bytes of `reference`, reading no further than the first difference.
+def equals(binding: Binding, reader: RangeReader, reference: Callable[[int, int], Array]) -> bool:
+    """Whether a stored parameter has exactly the bytes of another, reading no further than the first difference.
 
-    Works through blocks of rows, so that nothing of the parameter's size is allocated.
+    `reference(start, stop)` gives the bytes of those rows of the other. Works through blocks of rows, so that nothing
+    of the parameter's size is allocated.
     """
     rows = binding.shape[0]
     row_bytes = max(binding.nbytes // max(rows, 1), 1)
@@ -101,12 +102,9 @@ def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
     workers = min(THREADS, os.cpu_count() or 1)
 
     def same(start: int) -> bool:
-        length = min(block, rows - start)
-        value = binding.value.narrow(0, start, length)
-        scratch = np.empty(length * row_bytes, np.uint8)
-        for job in _jobs(replace(binding, shape=value.shape, value=value), reader, scratch):
-            job()
-        return np.array_equal(scratch, reference[start * row_bytes : (start + length) * row_bytes])
+        stop = min(start + block, rows)
+        own = fill(binding, binding.value.narrow(0, start, stop - start), reader)
+        return np.array_equal(own, reference(start, stop))
 
     starts = range(0, rows, block)
     with ThreadPoolExecutor(workers, "waybill-compare") as pool:
@@ -114,6 +112,15 @@ def equals(binding: Binding, reader: RangeReader, reference: Array) -> bool:
             if not all(list(pool.map(same, starts[at : at + workers]))):
                 return False
     return True
+
+
+def fill(binding: Binding, part: LazyTensor, reader: RangeReader) -> Array:
+    """The bytes of a part of a binding's value, in the binding's dtype, made in this thread."""
+    own = replace(binding, shape=part.shape, value=part)
+    result = np.empty(own.nbytes, np.uint8)
+    for job in _jobs(own, reader, result):
+        job()
+    return result
 
 
 def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
@@ -141,6 +148,11 @@ def _segments(tile: Tile, binding: Binding) -> Iterator[tuple[str, int, int, int
     nbytes = loops.run[0] * item
     for source, target in loops.runs():
         yield tile.source.file, tile.source.offset + source * item, target * item, nbytes
+
+
+def ranges(binding: Binding) -> Iterator[tuple[str, int, int, int]]:
+    """(file, file offset, offset in the result, bytes) of a direct binding's runs, those that touch joined."""
+    return _joined(sorted(segment for tile in binding.value.tiles for segment in _segments(tile, binding)))
 
 
 def _direct_jobs(segments: list[tuple[str, int, int, int]], reader: RangeReader, result: Array) -> Iterator[Job]:
@@ -223,10 +235,13 @@ def _stage(
     cut: tuple[Any, ...] = tuple(
         slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True)
     )
+    stored = block[(*cut, ...)]
     try:
-        destination[...] = cast(block[(*cut, ...)], destination.dtype)
+        destination[...] = made = cast(stored, destination.dtype)
     except OverflowError:
-        raise _overflow(tile, binding) from None
+        raise overflow(tile, binding) from None
+    if binding.role == "scales" and made is not stored and (found := inexact_scales(stored, made, tile, binding)):
+        raise found
     return destination.size * destination.dtype.itemsize
 
 
@@ -262,55 +277,3 @@ def materialize(value: LazyTensor, reader: RangeReader) -> Array:
         placed = block[cut].transpose((*fixed, *followed)).reshape(tile.shape)
         result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed
     return result
-
-
-def _overflow(tile: Tile, binding: Binding) -> CastOverflow:
-    return CastOverflow(
-        f"a value does not fit {binding.dtype}",
-        where=f"{tile.source.name} ({tile.source.file})",
-        expected=f"finite values within the range of {binding.dtype}",
-        found=f"a finite {tile.source.dtype} value that becomes infinite",
-        fix="load in bfloat16 or float32",
-    )
-
-
-def _bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | None:
-    """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, or weights
-    too large for the dtype they will be computed in."""
-    whole = values.reshape(binding.shape)
-    for tile in binding.value.tiles:
-        member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
-        where = f"{tile.source.name} ({tile.source.file}), for {binding.target}"
-        if not all_finite(np.ascontiguousarray(member)):
-            found = "NaN or infinity"
-        elif member.shape[-2] > 1 and not member.any(axis=-2).all():
-            found = "a group whose scales are all zero"
-        elif binding.largest is not None and (most := np.abs(member).max(initial=0)) > binding.largest:
-            return CastOverflow(
-                "a packed weight does not fit the dtype it is computed in",
-                where=where,
-                expected=f"scales up to {binding.largest:g}",
-                found=f"a scale of {float(most):g}",
-                fix="load in bfloat16 or float32",
-            )
-        else:
-            continue
-        return BadScales(
-            "the scales of a packed weight are damaged",
-            where=where,
-            expected="finite scales, some of them not zero in every group",
-            found=found,
-            fix="download the file again; if it stays so, the published weights are damaged",
-        )
-    return None
-
-
-def _non_finite(binding: Binding) -> NonFiniteWeight:
-    return NonFiniteWeight(
-        "a weight holds NaN or infinity",
-        where=f"{binding.target}, made from {', '.join(binding.sources[:4])} "
-        f"({', '.join(sorted({tile.source.file for tile in binding.value.tiles})[:4])})",
-        expected="finite values",
-        found="NaN or infinity in the stored bytes",
-        fix="download the file again; if it stays so, the published weights are damaged",
-    )

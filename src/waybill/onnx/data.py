@@ -1,0 +1,223 @@
+"""Initializers on disk: where each lies, and how its bytes get there, in bounded memory and each source byte once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from waybill.checkpoint import RangeReader
+from waybill.plan import Binding
+from waybill.plan.bill import CHUNK, THREADS
+from waybill.plan.damage import bad_scales
+from waybill.plan.stream import fill, ranges
+from waybill.weights import LazyTensor
+from waybill.weights.dtypes import NUMPY_DTYPES, Array
+
+DATA = "model.onnx.data"
+PAGE = 4096
+"""Large initializers begin on a page, so that a runtime can map them; small ones are aligned for vector loads."""
+ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """An initializer's bytes: a file of the package, where in it, and how many."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places of bindings and tables by name, and the size of the data file. What is linked lies in the checkpoint's."""
+
+    places: Mapping[str, Place]
+    data_bytes: int
+    linked: frozenset[str]
+
+    @property
+    def files(self) -> list[str]:
+        """Every file that holds initializers."""
+        return sorted({place.file for place in self.places.values()})
+
+
+def lay_out(bindings: Mapping[str, Binding], tables: Mapping[str, Array], *, link: bool) -> Layout:
+    """One after the other in streaming order, tables last."""
+    places: dict[str, Place] = {}
+    linked: set[str] = set()
+    end = 0
+    sizes = {name: binding.nbytes for name, binding in bindings.items()}
+    for name, nbytes in (sizes | {name: table.nbytes for name, table in tables.items()}).items():
+        if link and name in bindings and (whole := one_range(bindings[name])) is not None:
+            places[name] = whole
+            linked.add(name)
+            continue
+        alignment = PAGE if nbytes >= PAGE else ALIGNMENT
+        start = -(-end // alignment) * alignment
+        places[name] = Place(DATA, start, nbytes)
+        end = start + nbytes
+    return Layout(places, end, frozenset(linked))
+
+
+def one_range(binding: Binding) -> Place | None:
+    """The stored range that already is this initializer, byte for byte; None when something has to be done."""
+    if not binding.is_direct:
+        return None
+    found = list(ranges(binding))
+    if len(found) != 1 or found[0][3] != binding.nbytes:
+        return None
+    file, offset, _, nbytes = found[0]
+    return Place(file, offset, nbytes)
+
+
+def write_data(
+    folder: Path,
+    layout: Layout,
+    bindings: Mapping[str, Binding],
+    checked: list[Binding],
+    tables: Mapping[str, Array],
+    reader: RangeReader,
+    progress: Callable[[int], None],
+) -> dict[str, str]:
+    """Fill the data file, look at what is only checked, and return the SHA-256 of every initializer as it lies there.
+
+    Host peak: CHUNK bytes and what decoding them takes, a thread; and the scales of one weight.
+
+    Raises:
+        WaybillError: a file changed, or a value is damaged or does not fit.
+        OSError: the data file cannot be written.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(folder / DATA, flags, 0o644)
+    try:
+        os.truncate(descriptor, layout.data_bytes)
+        writer = _Writer(reader, descriptor, folder, layout, progress)
+
+        def one(name: str) -> tuple[str, str]:
+            if name in tables:
+                return name, writer.table(name, tables[name])
+            return name, writer.binding(name, bindings[name])
+
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-write") as pool:
+            try:
+                checks = [pool.submit(_look_at, binding, reader) for binding in checked]
+                digests = dict(pool.map(one, layout.places))
+                for check in checks:
+                    check.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return digests
+
+
+def _look_at(binding: Binding, reader: RangeReader) -> None:
+    """Make a value for what its decoder finds on the way."""
+    for _, part in pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize):
+        fill(binding, part, reader)
+
+
+def pieces(value: LazyTensor, item: int, axis: int = 0, at: int = 0) -> Iterator[tuple[int, LazyTensor]]:
+    """(byte offset, part) of parts of at most CHUNK bytes, or of one row of the last axis, in order."""
+    nbytes = math.prod(value.shape) * item
+    if nbytes <= CHUNK or axis == len(value.shape):
+        yield at, value
+        return
+    row = nbytes // value.shape[axis]
+    if row > CHUNK:
+        for index in range(value.shape[axis]):
+            yield from pieces(value.narrow(axis, index, 1), item, axis + 1, at + index * row)
+        return
+    rows = CHUNK // row
+    for start in range(0, value.shape[axis], rows):
+        length = min(rows, value.shape[axis] - start)
+        yield at + start * row, value.narrow(axis, start, length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    reader: RangeReader
+    descriptor: int
+    folder: Path
+    layout: Layout
+    progress: Callable[[int], None]
+
+    def table(self, name: str, values: Array) -> str:
+        """A computed table."""
+        octets = memoryview(values.reshape(-1).view("u1"))  # type: ignore[arg-type]
+        _write(self.descriptor, octets, self.layout.places[name].offset)
+        self.progress(len(octets))
+        return hashlib.sha256(octets).hexdigest()
+
+    def binding(self, name: str, binding: Binding) -> str:
+        """One initializer: linked, copied inside the kernel, or made piece by piece."""
+        place = self.layout.places[name]
+        if name in self.layout.linked:
+            return self._digest_linked(place)
+        if binding.is_direct and self._copied(binding, place):
+            return self._digest(self.descriptor, place)
+        digest = hashlib.sha256()
+        whole = binding.role == "scales"  # looked at as a whole
+        parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
+        for at, part in parts:
+            made = fill(binding, part, self.reader)
+            if whole and (found := bad_scales(made.view(NUMPY_DTYPES[binding.dtype]), binding)):
+                raise found
+            octets = memoryview(made)  # type: ignore[arg-type]
+            digest.update(octets)
+            _write(self.descriptor, octets, place.offset + at)
+            self.progress(len(octets))
+        return digest.hexdigest()
+
+    def _copied(self, binding: Binding, place: Place) -> bool:
+        """Whether the kernel could copy every range; false when the two files cannot be copied between."""
+        for file, offset, at, nbytes in ranges(binding):
+            try:
+                self.reader.copy_into(file, offset, self.descriptor, place.offset + at, nbytes)
+            except OSError as error:
+                if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                    return False
+                raise
+        return True
+
+    def _digest_linked(self, place: Place) -> str:
+        descriptor = os.open(self.folder / place.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return self._digest(descriptor, place)
+        finally:
+            os.close(descriptor)
+
+    def _digest(self, descriptor: int, place: Place) -> str:
+        """Of bytes as they lie."""
+        digest = hashlib.sha256()
+        for octets in read_pieces(descriptor, place):
+            digest.update(octets)
+            self.progress(len(octets))
+        return digest.hexdigest()
+
+
+def read_pieces(descriptor: int, place: Place) -> Iterator[memoryview]:
+    """An initializer's bytes, a chunk at a time in the same memory; shorter than promised where the file ends."""
+    scratch = memoryview(bytearray(min(CHUNK, place.nbytes)))
+    done = 0
+    while done < place.nbytes:
+        count = os.preadv(descriptor, [scratch[: place.nbytes - done]], place.offset + done)
+        if count == 0:
+            return
+        yield scratch[:count]
+        done += count
+
+
+def _write(descriptor: int, octets: memoryview, at: int) -> None:
+    done = 0
+    while done < len(octets):
+        done += os.pwrite(descriptor, octets[done:], at + done)

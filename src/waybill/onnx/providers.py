@@ -1,0 +1,77 @@
+"""Which execution providers can run a package, and why the others cannot: facts about operators, in one place.
+
+Measured with ONNX Runtime 1.32 on the CPU; what is said of CUDA is read from its operators' type constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from waybill.config import ModelConfig
+from waybill.errors import UnsupportedByRuntime, WaybillError
+from waybill.plan.parameter import ParameterSpec
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
+"""Bits of an expert's two banks that QMoE has attributes for."""
+
+
+def obstacles(
+    ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str
+) -> Iterator[tuple[str, str, str]]:
+    """(where, what it can run, what the package would ask of it); nothing when it can run the package."""
+    widths = {
+        (up.packing.bits, down.packing.bits): up.name
+        for up, down in _banks(specs)
+        if up.packing is not None and down.packing is not None
+    }
+    if ep == "cpu":
+        if dtype == "BF16":
+            yield "dtype", "float32 or float16: its kernels know no bfloat16", "bfloat16"
+        for (up, down), name in widths.items():
+            if up != down:
+                yield name, "experts whose banks have the same number of bits", f"{up} and {down} bits"
+        if config.head_dim % 16:
+            yield "head_dim", "rotated heads of a multiple of 16", str(config.head_dim)
+    else:
+        if dtype == "F32":
+            yield "dtype", "float16 or bfloat16: its attention knows no float32", "float32"
+        for (up, down), name in widths.items():
+            if up != down and (up, down) not in MIXED_WIDTHS:
+                yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
+
+
+def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
+    banks = [spec for spec in specs if spec.kind == "experts"]
+    return zip(banks[::2], banks[1::2], strict=True)
+
+
+def refusals(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[WaybillError]:
+    """What keeps the chosen provider from running the package, and what no provider could hold."""
+    others = [name for name in PROVIDERS if name != ep and not list(obstacles(name, config, specs, dtype))]
+    for where, expected, found in obstacles(ep, config, specs, dtype):
+        yield UnsupportedByRuntime(
+            f"the {PROVIDERS[ep]} cannot run this package",
+            where=where,
+            expected=expected,
+            found=found,
+            fix=f"export with --ep {others[0]}" if others else "choose another --dtype, or use the engine",
+        )
+    for up, down in _banks(specs):
+        if (up.packing is None) != (down.packing is None):
+            yield UnsupportedByRuntime(
+                "experts are packed in one bank and float in the other",
+                where=f"{up.name}, {down.name}",
+                expected="both packed, or both float",
+                found="one of each",
+                fix="use the engine, which multiplies each as it is",
+            )
+    rounded = [s for s in specs if s.packing is not None and dtype == "BF16" and s.packing.scale_dtype == "F16"]
+    if rounded:
+        yield UnsupportedByRuntime(
+            "bfloat16 cannot hold float16 scales",
+            where=rounded[0].name,
+            expected="a dtype with at least the 11 significant bits of float16",
+            found=f"bfloat16, for the scales of {len(rounded)} packed weights",
+            fix="export with --dtype float16 or float32",
+        )

@@ -1,0 +1,79 @@
+"""What only the bytes reveal: values that are damaged, or that the dtype they are wanted in cannot hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from waybill.errors import BadScales, CastOverflow, InexactScales, NonFiniteWeight
+from waybill.plan.bill import Binding
+from waybill.weights.dtypes import Array, all_finite
+from waybill.weights.lazy import Tile
+
+
+def overflow(tile: Tile, binding: Binding) -> CastOverflow:
+    """A finite value that the binding's dtype makes infinite."""
+    return CastOverflow(
+        f"a value does not fit {binding.dtype}",
+        where=f"{tile.source.name} ({tile.source.file})",
+        expected=f"finite values within the range of {binding.dtype}",
+        found=f"a finite {tile.source.dtype} value that becomes infinite",
+        fix="load in bfloat16 or float32",
+    )
+
+
+def bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | None:
+    """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, or weights
+    too large for the dtype they will be computed in."""
+    whole = values.reshape(binding.shape)
+    for tile in binding.value.tiles:
+        member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
+        where = f"{tile.source.name} ({tile.source.file}), for {binding.target}"
+        if not all_finite(np.ascontiguousarray(member)):
+            found = "NaN or infinity"
+        elif member.shape[-2] > 1 and not member.any(axis=-2).all():
+            found = "a group whose scales are all zero"
+        elif binding.largest is not None and (most := np.abs(member).max(initial=0)) > binding.largest:
+            return CastOverflow(
+                "a packed weight does not fit the dtype it is computed in",
+                where=where,
+                expected=f"scales up to {binding.largest:g}",
+                found=f"a scale of {float(most):g}",
+                fix="load in bfloat16 or float32",
+            )
+        else:
+            continue
+        return BadScales(
+            "the scales of a packed weight are damaged",
+            where=where,
+            expected="finite scales, some of them not zero in every group",
+            found=found,
+            fix="download the file again; if it stays so, the published weights are damaged",
+        )
+    return None
+
+
+def non_finite(binding: Binding) -> NonFiniteWeight:
+    """NaN or infinity among a float parameter's values."""
+    return NonFiniteWeight(
+        "a weight holds NaN or infinity",
+        where=f"{binding.target}, made from {', '.join(binding.sources[:4])} "
+        f"({', '.join(sorted({tile.source.file for tile in binding.value.tiles})[:4])})",
+        expected="finite values",
+        found="NaN or infinity in the stored bytes",
+        fix="download the file again; if it stays so, the published weights are damaged",
+    )
+
+
+def inexact_scales(stored: Array, made: Array, tile: Tile, binding: Binding) -> InexactScales | None:
+    """Packed weights keep their values: a scale that is cast must come out the same number."""
+    changed = made.astype(np.float64) != stored.astype(np.float64)
+    if not changed.any():
+        return None
+    value = float(stored[changed].flat[0])
+    return InexactScales(
+        f"a scale of a packed weight is not a {binding.dtype} number",
+        where=f"{tile.source.name} ({tile.source.file}), for {binding.target}",
+        expected=f"scales that {binding.dtype} holds exactly",
+        found=f"{value:g}, one of {int(changed.sum()):,} that would change",
+        fix="use --dtype float32, which holds every scale",
+    )
