@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 
-from benchmarks import decode, load, machine, startup
+from benchmarks import decode, load, machine, packed, startup
 from benchmarks.measure import Bystanders, Row, Runs
 
 README = Path(__file__).parent / "README.md"
@@ -21,6 +21,7 @@ Suite = Callable[[int, Runs], Iterable[Row]]
 SUITES: dict[str, tuple[Suite, int]] = {
     "headers": (lambda runs, _: load.headers(runs), 5),
     "load": (lambda runs, _: load.rows(runs), 5),
+    "packed": (packed.rows, 5),
     "startup": (lambda runs, _: startup.rows(runs), 5),
     "decode": (decode.rows, 3),
 }

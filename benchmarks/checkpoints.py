@@ -1,4 +1,7 @@
-"""Synthetic checkpoints, made once: random weights of real shapes. Standard library and numpy, no torch."""
+"""Synthetic checkpoints, made once: random weights of real shapes, float or packed. No torch.
+
+Packed ones hold random codes as producers lay them out, which is all that speed depends on; SmolLM2's are rounded.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,23 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Shapes = dict[str, tuple[int, ...]]
+Blocks = Callable[[], Iterator[Any]]
+"""Makes the bytes of one tensor, as arrays of a few megabytes one after another."""
+
+
+class Entry(NamedTuple):
+    """One tensor to write."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Blocks
+
 
 QWEN3 = {
     "hidden_act": "silu",
@@ -56,6 +71,24 @@ LARGE = MOE | {
     "tie_word_embeddings": False,
 }
 LARGE_SHARDS = 118
+WIDE = DENSE | {
+    "num_hidden_layers": 20,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "vocab_size": 8192,
+}
+"""Qwen3-1.7B's layers, fewer of them, and a small vocabulary: nearly all of it is packed."""
+GROUP = 128
+"""Elements of K that share a scale in the synthetic packed checkpoints."""
+QUANTIZATION = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "olive": {"quant_method": "olive", "bits": 4, "group_size": GROUP, "symmetric": False},
+}
+"""What each producer writes unless told otherwise: GPTQ has midpoint zero points and a g_idx, the others have any."""
+SMOL_GROUP = 64
+PACKED = "_proj.weight"
+ITEM = {"BF16": 2, "F16": 2, "I32": 4, "U8": 1}
 
 
 def dense() -> Path:
@@ -71,6 +104,21 @@ def moe() -> Path:
 def large() -> Path:
     """Qwen3-235B-A22B's headers, 36,945 tensors in 118 files that have their full length and no blocks on disk."""
     return _made("qwen3-235b-shaped", _write_large)
+
+
+def packed_wide(method: str) -> Path:
+    """20 of Qwen3-1.7B's layers in 4 bits as gptq, awq or olive lays them out: 0.56 GB."""
+    return _made(f"qwen3-1.7b-{method}", lambda folder: _write_packed(folder, WIDE, method))
+
+
+def packed_dense() -> Path:
+    """Qwen3-0.6B's shapes as GPTQ writes them, the table in bfloat16: 0.54 GB."""
+    return _made("qwen3-0.6b-gptq", lambda folder: _write_packed(folder, DENSE, "gptq"))
+
+
+def packed_smol(source: Path) -> Path:
+    """The demo model with its projections rounded to 4 bits as Olive lays them out, everything else bfloat16."""
+    return _made("smollm2-olive", lambda folder: _write_smol(folder, source))
 
 
 def weights(folder: Path) -> Path:
@@ -136,40 +184,150 @@ def _mlp(path: str, hidden: int, inner: int) -> Shapes:
     }
 
 
-def _header(shapes: Shapes) -> tuple[bytes, int]:
-    """The header of a file that holds these BF16 tensors in name order, and the bytes of its data."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(entries: Mapping[str, Entry]) -> tuple[bytes, int]:
+    """The header of a file that holds these tensors in name order, and the bytes of its data."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(shapes):
-        start, end = end, end + 2 * math.prod(shapes[name])
-        entries[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    for name in sorted(entries):
+        dtype, shape, _ = entries[name]
+        start, end = end, end + ITEM[dtype] * math.prod(shape)
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
 
 def _write(folder: Path, config: dict[str, Any], extra: Shapes) -> None:
-    shapes = _shapes(config) | extra
+    _write_entries(folder, config, _floats(_shapes(config) | extra, dict.fromkeys(extra, "model.embed_tokens.weight")))
+
+
+def _write_entries(folder: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
     with weights(folder).open("wb") as file:
-        file.write(_header(shapes)[0])
-        for name in sorted(shapes):
-            for block in _values("model.embed_tokens.weight" if name in extra else name, math.prod(shapes[name])):
+        file.write(_header(entries)[0])
+        for name in sorted(entries):
+            for block in entries[name].blocks():
                 file.write(block)
     (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
+
+
+def _floats(shapes: Shapes, same_as: Mapping[str, str]) -> dict[str, Entry]:
+    """bfloat16 tensors of random values; those in `same_as` repeat another's."""
+    return {
+        name: Entry("BF16", shape, partial(_values, same_as.get(name, name), math.prod(shape)))
+        for name, shape in shapes.items()
+    }
 
 
 def _values(name: str, count: int) -> Iterator[Any]:
     """Random bfloat16 of magnitude 2⁻⁷ to 2⁻⁶, either sign, the same for the same name."""
     import numpy as np
 
-    random = np.random.default_rng(zlib.crc32(name.encode()))
-    for start in range(0, count, 1 << 22):
-        bits = random.integers(0, 1 << 16, min(1 << 22, count - start), np.uint16)
+    for bits in _random(name, count, np.uint16):
         yield bits & np.uint16(0x807F) | np.uint16(0x3C00)
 
 
+def _random(name: str, count: int, dtype: Any) -> Iterator[Any]:
+    import numpy as np
+
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    for start in range(0, count, 1 << 22):
+        yield random.integers(0, np.iinfo(dtype).max, min(1 << 22, count - start), dtype, endpoint=True)
+
+
+def _write_packed(folder: Path, config: dict[str, Any], method: str) -> None:
+    shapes = _shapes(config)
+    floats = {name: shape for name, shape in shapes.items() if not name.endswith(PACKED)}
+    entries = _floats(floats, {})
+    for name in shapes.keys() - floats.keys():
+        entries |= _sidecars(name.removesuffix(".weight"), *shapes[name], method)
+    _write_entries(folder, config | {"quantization_config": QUANTIZATION[method]}, entries)
+
+
+def _sidecars(path: str, outputs: int, inputs: int, method: str) -> dict[str, Entry]:
+    """The tensors of one packed weight [outputs, inputs]."""
+    import numpy as np
+
+    groups = inputs // GROUP
+
+    def words(role: str, *shape: int) -> Entry:
+        return Entry("I32", shape, partial(_random, f"{path}.{role}", math.prod(shape), np.uint32))
+
+    def octets(role: str, *shape: int) -> Entry:
+        return Entry("U8", shape, partial(_random, f"{path}.{role}", math.prod(shape), np.uint8))
+
+    def scales(*shape: int) -> Entry:
+        return Entry("F16", shape, partial(_scales, f"{path}.scales", math.prod(shape)))
+
+    if method == "gptq":
+        made = {
+            "qweight": words("qweight", inputs // 8, outputs),
+            # Eight midpoints, each less one: what version 1 stores.
+            "qzeros": Entry("I32", (groups, outputs // 8), lambda: iter([np.full(groups * outputs // 2, 0x77, "u1")])),
+            "scales": scales(groups, outputs),
+            "g_idx": Entry("I32", (inputs,), lambda: iter([np.arange(inputs, dtype=np.int32) // GROUP])),
+        }
+    elif method == "awq":
+        made = {
+            "qweight": words("qweight", inputs, outputs // 8),
+            "qzeros": words("qzeros", groups, outputs // 8),
+            "scales": scales(groups, outputs),
+        }
+    else:
+        made = {
+            "qweight": octets("qweight", outputs, inputs // 2),
+            "qzeros": octets("qzeros", outputs, groups // 2),
+            "scales": scales(outputs, groups),
+        }
+    return {f"{path}.{role}": entry for role, entry in made.items()}
+
+
+def _scales(name: str, count: int) -> Iterator[Any]:
+    """Random float16 between 2⁻⁸ and 2⁻⁷."""
+    import numpy as np
+
+    for bits in _random(name, count, np.uint16):
+        yield bits & np.uint16(0x03FF) | np.uint16(0x1C00)
+
+
+def _write_smol(folder: Path, source: Path) -> None:
+    import ml_dtypes
+    from safetensors import safe_open
+
+    entries: dict[str, Entry] = {}
+
+    def add(name: str, dtype: str, values: Any) -> None:
+        entries[name] = Entry(dtype, values.shape, lambda: iter([values.view("u1")]))
+
+    with safe_open(weights(source), framework="np") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            values = file.get_tensor(name)
+            if name.endswith(PACKED):
+                codes, scales = _rounded(values)
+                add(name.replace(".weight", ".qweight"), "U8", codes)
+                add(name.replace(".weight", ".scales"), "BF16", scales)
+            else:
+                add(name, "BF16", values.astype(ml_dtypes.bfloat16))
+    packing = {"quant_method": "olive", "bits": 4, "group_size": SMOL_GROUP, "symmetric": True}
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    _write_entries(folder, config | {"torch_dtype": "bfloat16", "quantization_config": packing}, entries)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, folder / name)
+
+
+def _rounded(values: Any) -> tuple[Any, Any]:
+    """float32 [N, K] to the nearest of 15 steps a group: two codes a byte, and bfloat16 scales [N, G]."""
+    import ml_dtypes
+    import numpy as np
+
+    groups = values.reshape(len(values), -1, SMOL_GROUP)
+    scales = (np.abs(groups).max(-1) / 7).astype(ml_dtypes.bfloat16)
+    steps = np.round(groups / np.maximum(scales.astype(np.float32), 1e-9)[..., None])
+    codes = (np.clip(steps, -8, 7) + 8).astype(np.uint8).reshape(values.shape)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales
+
+
 def _write_large(folder: Path) -> None:
-    shapes = _shapes(LARGE) | {"lm_head.weight": _table(LARGE)}
+    shapes = _floats(_shapes(LARGE) | {"lm_head.weight": _table(LARGE)}, {})
     weight_map = {}
     ordered, width = sorted(shapes), -(-len(shapes) // LARGE_SHARDS)
     for number, start in enumerate(range(0, len(ordered), width), 1):

@@ -48,7 +48,7 @@ def _waybill(folder: Path, dtype: str) -> Sample:
     prompt = read_tokenizer(folder).encode(PROMPT).ids
     generate(model, [prompt], max_new_tokens=8)
     result = generate(model, [prompt], max_new_tokens=NEW_TOKENS)
-    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    nbytes = waybill.plan(folder, dtype=dtype).result_bytes
     return {"speed": result.decode_steps / result.decode_seconds, "bytes": nbytes, "tokens": result.token_ids[0]}
 
 

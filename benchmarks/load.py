@@ -24,7 +24,7 @@ def rows(runs: int) -> Iterator[Row]:
         file = checkpoints.weights(folder)
         warm(file)
         yield from _load(f"{shape}, {file.stat().st_size / 1e9:.2f} GB", folder, runs)
-        yield _half(f"{shape}", folder)
+        yield half(f"{shape}", folder)
 
 
 def headers(runs: int) -> Iterator[Row]:
@@ -91,7 +91,8 @@ def _load(shape: str, folder: Path, runs: int) -> Iterator[Row]:
     )
 
 
-def _half(shape: str, folder: Path) -> Row:
+def half(shape: str, folder: Path) -> Row:
+    """Bytes read by the rank of two that reads more."""
     shares = [child("load", "rank", str(folder), str(rank))["bytes"] for rank in (0, 1)]
     size = checkpoints.weights(folder).stat().st_size
     share = max(shares) / size

@@ -49,11 +49,16 @@ def every_rank(play: Callable[[Path], dict[str, Any]]) -> None:
     leave_group()
 
 
-def bytes_streamed(bill: Plan) -> int:
+def streamed(bill: Plan) -> tuple[dict[str, Any], int]:
+    """Every parameter's bytes, and how many were read for them."""
+
     def allocate(binding: Binding) -> Any:
         return np.empty(binding.nbytes, np.uint8)
 
     with RangeReader(bill.checkpoint) as reader:
-        for _ in stream(bill.bindings, reader, allocate):
-            pass
-        return reader.bytes_read
+        arrays = {binding.target: array for binding, array in stream(bill.bindings, reader, allocate)}
+        return arrays, reader.bytes_read
+
+
+def bytes_streamed(bill: Plan) -> int:
+    return streamed(bill)[1]

@@ -12,9 +12,10 @@ import pytest
 import waybill
 from checkpoints import Recipe, lively, llama, qwen2, qwen3, qwen3_moe
 from packing import Scheme, pack
-from ranks import bytes_streamed
+from ranks import bytes_streamed, streamed
 from waybill.errors import IllegalParallelism
 from waybill.plan import Binding, Plan
+from waybill.plan import stream as stream_module
 
 LAYER = "model.layers.0"
 SCHEMES = [
@@ -89,6 +90,21 @@ def test_each_rank_reads_the_bytes_its_plan_says(kind: str, scheme: Scheme, tp: 
     for rank in range(tp):
         bill = clean(folder, tp=tp, rank=rank)
         assert bytes_streamed(bill) == bill.bytes_read
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "olive"])
+@pytest.mark.parametrize("group", [16, -1])
+def test_small_blocks_make_the_same_bytes_and_read_none_twice(
+    form: str, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bill = clean(pack(MODELS["llama"](), Scheme(form, group=group)).packed.write(tmp_path))
+    whole = streamed(bill)[0]
+    monkeypatch.setattr(stream_module, "DECODED", 1 << 10)
+    monkeypatch.setattr(stream_module, "CHUNK", 1 << 10)
+    blocks, read = streamed(bill)
+    assert blocks.keys() == whole.keys()
+    assert all(np.array_equal(blocks[name], whole[name]) for name in whole)
+    assert group == -1 or read == bill.bytes_read  # one group leaves only outputs to cut along
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq", "olive", "olive_dotted", "auto_round"])

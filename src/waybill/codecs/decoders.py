@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from waybill.codecs.words import AWQ_ORDER, fields, transpose, transpose_nibbles
+from waybill.codecs.words import AWQ_ORDER, ROWS, fields, transpose, transpose_nibbles
 from waybill.errors import ActOrder, ZeroPointMismatch
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import LazyTensor
 
 Box = tuple[int, ...]
+
+STRIP = 1 << 15
+"""Words of each slot that are transposed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,18 @@ class RowNibbles:
         return (self.words.narrow(0, start[1] * self.group, rows).narrow(1, first, last - first),)
 
     def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
-        """Transpose nibbles within words, then words; output 8c + AWQ_ORDER[s] comes from slot s."""
-        slots = transpose_nibbles(arrays[0].view(np.uint32))
-        rows, columns = slots[0].shape
-        out = np.empty((columns * 8, rows), np.uint32)
-        for slot, words in enumerate(slots):
-            transpose(words, out[AWQ_ORDER[slot] :: 8])
+        """Transpose nibbles within words, then words; output 8c + AWQ_ORDER[s] comes from slot s.
+
+        A strip of rows at a time, so that what lies between stays in the cache.
+        """
+        words = arrays[0].view(np.uint32)
+        rows, columns = words.shape
+        out = np.empty((columns * 8, rows // 8), np.uint32)
+        height = max(STRIP // columns // ROWS, 1) * ROWS
+        for first in range(0, rows // 8, height):
+            strip = out[:, first : first + height]
+            for slot, part in enumerate(transpose_nibbles(words[8 * first : 8 * (first + height)])):
+                transpose(part, strip[AWQ_ORDER[slot] :: 8])
         skip = start[0] % 8
         return _grouped(out[skip : skip + extent[0]].view(np.uint8), extent)
 

@@ -23,10 +23,13 @@ from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import populate
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
-from waybill.weights.ranges import Layout, is_direct, layout, read_through, strides
+from waybill.weights.ranges import Layout, bytes_read, is_direct, layout, read_through, strides
 
 SEGMENTS = 256
 """Runs one job reads at most, so that many short runs are shared among the threads too."""
+
+DECODED = 2 << 20
+"""Bytes of a block that is decoded: source, result and what lies between stay in the outer caches."""
 
 IN_FLIGHT = 256 << 20
 """Result bytes filled ahead of the consumer, unless told."""
@@ -199,7 +202,7 @@ def _read(reader: RangeReader, file: str, segments: list[tuple[int, memoryview]]
 
 
 def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
-    """Blocks along the first stored axis that is longer than one."""
+    """Blocks along one stored axis."""
     loops = layout(tile, binding.shape)
     target = NUMPY_DTYPES[binding.dtype]
     place = np.lib.stride_tricks.as_strided(
@@ -207,15 +210,41 @@ def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Arra
         shape=loops.extent,
         strides=[stride * target.itemsize for stride in loops.target_strides],
     )
-    axis = next((a for a, n in enumerate(loops.extent) if n > 1), None)
-    if axis is None:
+    blocks = _blocks_of(tile)
+    if blocks is None:
         yield partial(_stage, tile, 0, None, binding, reader, place)
         return
+    axis, nbytes = blocks
     row = math.prod(read_through(tile).shape) // loops.extent[axis]
-    rows = max(CHUNK // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
+    rows = max(nbytes // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
     for start in range(0, loops.extent[axis], rows):
         stop = min(start + rows, loops.extent[axis])
         yield partial(_stage, tile, axis, (start, stop), binding, reader, place)
+
+
+def _blocks_of(tile: Tile) -> tuple[int, int] | None:
+    """The axis to cut into blocks and the bytes of one; None for a single element.
+
+    A stored tensor is cut along its first axis. A decoded one along the axis whose pieces ask the file for least: codes
+    packed along K lie there a group after another, and a block of outputs would be read in short runs, or the whole of
+    it for each block.
+    """
+    extent = tile.extent
+    axes = [axis for axis, length in enumerate(extent) if length > 1]
+    if not axes:
+        return None
+    if not isinstance(tile.source, Decoded):
+        return axes[0], CHUNK
+    decoder = tile.source.decoder
+
+    def asked(box: tuple[int, ...]) -> int:
+        return sum(map(bytes_read, decoder.inputs(tile.start, box)))
+
+    whole = asked(extent)
+    pieces = {axis: asked((*extent[:axis], 1, *extent[axis + 1 :])) for axis in axes}
+    read = {axis: extent[axis] * piece if piece < whole else math.inf for axis, piece in pieces.items()}
+    axis = min(axes, key=read.__getitem__)
+    return axis, CHUNK if read[axis] > whole else DECODED
 
 
 def _stage(
@@ -267,13 +296,18 @@ def _box(source: TensorHeader | Decoded, start: tuple[int, ...], extent: tuple[i
 
 def materialize(value: LazyTensor, reader: RangeReader) -> Array:
     """The whole of a lazy tensor as an array of its own dtype: for small things, and for inputs of decoders."""
-    result = np.zeros(value.shape, NUMPY_DTYPES[value.dtype])
-    for tile in value.tiles:
+
+    def placed(tile: Tile) -> Array:
         wide = read_through(tile)
         block = _box(tile.source, wide.start, wide.shape, reader)
         cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(tile.start, wide.start, tile.extent, strict=True))
         followed = [axis for axis in tile.axes if axis is not None]
         fixed = tuple(axis for axis in range(block.ndim) if axis not in followed)
-        placed = block[cut].transpose((*fixed, *followed)).reshape(tile.shape)
-        result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed
+        return block[cut].transpose((*fixed, *followed)).reshape(tile.shape)
+
+    if len(value.tiles) == 1 and value.tiles[0].shape == value.shape:
+        return np.asarray(placed(value.tiles[0]), order="C")
+    result = np.zeros(value.shape, NUMPY_DTYPES[value.dtype])
+    for tile in value.tiles:
+        result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed(tile)
     return result

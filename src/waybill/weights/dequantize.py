@@ -24,6 +24,7 @@ def unpack(codes: Array, bits: int) -> Array:
     if bits == 8:
         return codes
     per_byte = 8 // bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
-    fields: Array = (codes[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return fields.reshape(*codes.shape[:-1], codes.shape[-1] * per_byte)
+    out = np.empty((*codes.shape, per_byte), np.uint8)
+    for slot in range(per_byte):  # whole arrays: a shift by a row of shifts would run over two or four bytes at a time
+        np.bitwise_and(codes >> np.uint8(slot * bits), np.uint8((1 << bits) - 1), out=out[..., slot])
+    return out.reshape(*codes.shape[:-1], codes.shape[-1] * per_byte)

@@ -19,6 +19,9 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 _BY_RANGE = [NUMPY_DTYPES[tag] for tag in ("F16", "BF16", "F32", "F64")]
 
+_EXPONENTS = {NUMPY_DTYPES["F16"]: np.uint16(0x7C00), NUMPY_DTYPES["BF16"]: np.uint16(0x7F80)}
+"""Bits that are all set in NaN and infinity; numpy's own test converts such numbers one by one."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -39,7 +42,6 @@ def cast(values: Array, dtype: np.dtype[Any]) -> Array:
 
 def all_finite(values: Array) -> bool:
     """Whether no element is NaN or infinite."""
-    if values.dtype == NUMPY_DTYPES["BF16"]:
-        exponent = np.uint16(0x7F80)
+    if exponent := _EXPONENTS.get(values.dtype):
         return not bool(((values.view(np.uint16) & exponent) == exponent).any())
     return bool(np.isfinite(values).all())

@@ -12,9 +12,11 @@ from waybill.engine.layers.base import BaseOP, Parameters
 from waybill.plan.parameter import Packing, part_name
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements a blockwise product unpacks at a time: a few megabytes, inside the outer cache."""
+"""Elements unpacked at a time: a few megabytes, inside the outer cache."""
 KERNEL_GROUPS = (32, 64, 128, 256)
 """Group sizes of PyTorch's 4-bit CPU kernel."""
+KERNEL_ROWS = 64
+"""Rows in the kernel's widest block; narrower ones divide it."""
 
 
 FEW_ROWS = 16
@@ -108,8 +110,7 @@ class PackedMatrix(Matrix):
         )
         if not fits:
             return
-        codes = _fields(self.codes, 4).flatten(1).to(torch.int32)
-        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        weight = _kernel_form(self.codes)
         scales = self.scales.float()
         zeros = self.zero_points.float() if packing.zero_points else torch.full_like(scales, 8.0)
         # The kernel computes (code - 8) · scale + offset.
@@ -119,6 +120,20 @@ class PackedMatrix(Matrix):
         del self.codes, self.scales
         if packing.zero_points:
             del self.zero_points
+
+
+def _kernel_form(codes_NGB: torch.Tensor) -> torch.Tensor:
+    """Codes as PyTorch's kernel wants them, U8 [N, K/2]; rows are rearranged within the kernel's blocks only.
+
+    Unpacked to int32 a few blocks at a time: what lies between is small, and the holes it leaves in the heap too.
+    """
+    out = codes_NGB.new_empty(codes_NGB.shape[0], codes_NGB.shape[1] * codes_NGB.shape[2])
+    rows = max(BLOCK_ELEMENTS // (2 * out.shape[1]) // KERNEL_ROWS, 1) * KERNEL_ROWS
+    for start in range(0, out.shape[0], rows):
+        block = slice(start, start + rows)
+        fields = _fields(codes_NGB[block], 4).flatten(1).to(torch.int32)
+        out[block] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(fields, 1)
+    return out
 
 
 def blockwise(
