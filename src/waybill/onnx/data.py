@@ -19,8 +19,11 @@ from waybill.plan.damage import bad_scales
 from waybill.plan.stream import fill, ranges
 from waybill.weights import LazyTensor
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
+from waybill.weights.lazy import Decoded
 
 DATA = "model.onnx.data"
+DECODED = 8 * CHUNK
+"""Bytes of a piece that is decoded."""
 PAGE = 4096
 """Large initializers begin on a page, so that a runtime can map them; small ones are aligned for vector loads."""
 ALIGNMENT = 64
@@ -127,17 +130,22 @@ def _look_at(binding: Binding, reader: RangeReader) -> None:
 
 
 def pieces(value: LazyTensor, item: int, axis: int = 0, at: int = 0) -> Iterator[tuple[int, LazyTensor]]:
-    """(byte offset, part) of parts of at most CHUNK bytes, or of one row of the last axis, in order."""
+    """(byte offset, part) of parts of at most CHUNK bytes, or of one row of the last axis, in order.
+
+    Decoded parts are larger: a producer may have packed along the other axis, and a block of a few outputs would be
+    short runs of the file.
+    """
+    limit = DECODED if any(isinstance(tile.source, Decoded) for tile in value.tiles) else CHUNK
     nbytes = math.prod(value.shape) * item
-    if nbytes <= CHUNK or axis == len(value.shape):
+    if nbytes <= limit or axis == len(value.shape):
         yield at, value
         return
     row = nbytes // value.shape[axis]
-    if row > CHUNK:
+    if row > limit:
         for index in range(value.shape[axis]):
             yield from pieces(value.narrow(axis, index, 1), item, axis + 1, at + index * row)
         return
-    rows = CHUNK // row
+    rows = limit // row
     for start in range(0, value.shape[axis], rows):
         length = min(rows, value.shape[axis] - start)
         yield at + start * row, value.narrow(axis, start, length)

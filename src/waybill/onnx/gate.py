@@ -35,7 +35,7 @@ def needs(nodes: Iterable[ir.Node]) -> Iterator[Need]:
                 continue
             if value.is_graph_input():
                 continue
-            shape = implied.get(at, tuple(int(d) for d in value.shape))
+            shape = implied.get(at, value.shape.numpy())
             yield Need(value.name or "", value.dtype, shape, node.name or node.op_type)
 
 
@@ -72,7 +72,7 @@ def _bank(node: ir.Node, codes: int, zeros: int, number: Mapping[str, int]) -> d
 
 def _shape(node: ir.Node, at: int) -> tuple[int, ...]:
     value = node.inputs[at]
-    return tuple(int(d) for d in value.shape) if value is not None and value.shape is not None else ()
+    return value.shape.numpy() if value is not None and value.shape is not None else ()
 
 
 def check(nodes: Iterable[ir.Node], bindings: Mapping[str, Binding], tables: Iterable[str]) -> list[WaybillError]:
