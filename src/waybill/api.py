@@ -19,6 +19,7 @@ from waybill.weights import WeightRecord
 
 if TYPE_CHECKING:
     from waybill.engine.models.decoder import CausalLM
+    from waybill.onnx.package import ModelPackage
     from waybill.weights.dtypes import Array
 
 
@@ -45,15 +46,19 @@ def plan(
     tp: int = 1,
     rank: int = 0,
     dtype: str | None = None,
+    ep: str = "cpu",
+    link: bool = False,
 ) -> Plan:
     """Write the waybill: one binding per parameter of the target, totals, and `problems`, from headers alone.
 
     Args:
         checkpoint: an opened checkpoint, or a folder.
-        target: what to plan for; "torch".
+        target: what to plan for, "torch" or "onnx".
         tp: tensor-parallel ranks.
         rank: which of them this plan is for.
-        dtype: "float32", "float16" or "bfloat16"; by default what the config says.
+        dtype: "float32", "float16" or "bfloat16"; by default what the config says, and float32 for ONNX on a CPU.
+        ep: for "onnx", what will run it: "cpu" or "cuda".
+        link: for "onnx", keep weights apart that lie apart, so that a package can refer to the checkpoint's files.
 
     Raises:
         BadOption: an unknown target or dtype, or a rank outside the group.
@@ -67,8 +72,12 @@ def plan(
             f"rank {rank} of {tp}",
         )
     tag = dtype_tag(dtype) if dtype is not None else None
+    if target == "onnx" and tag is None and ep == "cpu":
+        tag = "F32"  # 16-bit floats make nothing faster there
+    if target == "onnx" and tp > 1:
+        raise _bad_option("an ONNX package is not cut into ranks", "tp 1", f"tp {tp}")
     with uncollected():
-        return make_plan(checkpoint, target=_target(target), family=DECODER, tp=tp, rank=rank, dtype=tag)
+        return make_plan(checkpoint, target=_target(target, ep, link), family=DECODER, tp=tp, rank=rank, dtype=tag)
 
 
 def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
@@ -124,6 +133,47 @@ def load(
     return load_model(path, dtype=dtype, device=device, check_finite=check_finite)
 
 
+def build(
+    path: Checkpoint | str | Path,
+    *,
+    load_weights: bool = True,
+    dtype: str | None = None,
+    ep: str = "cpu",
+    exact: bool = False,
+    logits: str = "last",
+    link: bool = False,
+) -> ModelPackage:
+    """A checkpoint as an ONNX package: the graph now, the weights when it is saved.
+
+    Args:
+        path: an opened checkpoint, or a folder.
+        load_weights: without them the package is a skeleton, whose `save` is refused unless asked for.
+        dtype: of activations and float weights; float32 on a CPU unless told.
+        ep: what will run it, "cpu" or "cuda".
+        exact: packed products accumulate in float, instead of rounding activations to 8 bits as fast kernels do.
+        logits: "last" for each request's last position, "all" for scoring.
+        link: the package will be saved with `link=True`.
+
+    Raises:
+        BadOption: an unknown option.
+        Refused: the plan does not add up, or the chosen provider could not run the result; nothing was read.
+    """
+    from waybill.onnx.decoder import Options
+    from waybill.onnx.package import ModelPackage, build_component
+    from waybill.onnx.target import onnx_parameters
+
+    if logits not in ("last", "all"):
+        raise _bad_option("unknown choice of logits", "last | all", repr(logits))
+    bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link)
+    bill.require_clean()
+    if bill.config is None:  # a plan without problems has one
+        raise TypeError("a clean plan without a config")
+    specs = onnx_parameters(bill.config, bill.packings, merge_qkv=not link)
+    options = Options(ep=ep, exact=exact, all_logits=logits == "all")
+    component = build_component(bill, specs, options, load_weights=load_weights)
+    return ModelPackage({component.name: component})
+
+
 def dtype_tag(name: str) -> str:
     """The safetensors tag of a float dtype's name: "bfloat16" -> "BF16"."""
     tag = DTYPE_TAGS.get(name.lower().removeprefix("torch."))
@@ -132,12 +182,19 @@ def dtype_tag(name: str) -> str:
     return tag
 
 
-def _target(name: str) -> Target:
-    from waybill.engine.target import TORCH
+def _target(name: str, ep: str, link: bool) -> Target:
+    if name == "torch":
+        from waybill.engine.target import TORCH
 
-    if name != TORCH.name:
-        raise _bad_option("unknown target", TORCH.name, repr(name))
-    return TORCH
+        return TORCH
+    if name != "onnx":
+        raise _bad_option("unknown target", "torch | onnx", repr(name))
+    from waybill.onnx.providers import PROVIDERS
+    from waybill.onnx.target import onnx_target
+
+    if ep not in PROVIDERS:
+        raise _bad_option("unknown execution provider", " | ".join(PROVIDERS), repr(ep))
+    return onnx_target(ep, link=link)
 
 
 def _bad_option(what: str, expected: str, found: str) -> BadOption:

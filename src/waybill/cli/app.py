@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from waybill.cli import generate, inspect, plan
+from waybill.cli import export, generate, inspect, plan
 from waybill.errors import BadOption, CastOverflow, FileChanged, NonFiniteWeight, WaybillError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
+app.command("export")(export.export)
 app.command("generate")(generate.generate)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from waybill.errors import UnboundParameter, WaybillError, some
-from waybill.onnx.graph import IR_DTYPES
+from waybill.onnx.graph import IR_DTYPES, Graph
 from waybill.plan import Binding
 
 ROWS = ".rows"
@@ -26,15 +26,15 @@ class Need:
     node: str
 
 
-def needs(nodes: Iterable[ir.Node]) -> Iterator[Need]:
+def needs(graph: Graph) -> Iterator[Need]:
     """Every packed weight with the shapes its node's attributes imply, every other initializer with its own."""
-    for node in nodes:
+    for node in graph.nodes:
         implied = _implied(node)
         for at, value in enumerate(node.inputs):
-            if value is None or value.producer() is not None or value.shape is None or value.dtype is None:
-                continue
-            if value.is_graph_input():
-                continue
+            if value is None or graph.parameters.get(value.name or "") is not value:
+                continue  # made by a node, an input, or a constant
+            if value.dtype is None or value.shape is None:
+                raise TypeError(f"{value.name} has no type")
             shape = implied.get(at, value.shape.numpy())
             yield Need(value.name or "", value.dtype, shape, node.name or node.op_type)
 
@@ -75,13 +75,13 @@ def _shape(node: ir.Node, at: int) -> tuple[int, ...]:
     return value.shape.numpy() if value is not None and value.shape is not None else ()
 
 
-def check(nodes: Iterable[ir.Node], bindings: Mapping[str, Binding], tables: Iterable[str]) -> list[WaybillError]:
+def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
     """Every initializer that nothing brings, every weight that no node takes, every disagreement about a form."""
     problems: list[WaybillError] = []
-    taken: set[str] = set(tables)
-    for need in needs(nodes):
+    taken: set[str] = set()
+    for need in needs(graph):
         name = need.name.removesuffix(ROWS)
-        if name in tables:
+        if name in graph.tables:
             continue
         taken.add(name)
         binding = bindings.get(name)

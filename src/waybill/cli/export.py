@@ -1,0 +1,61 @@
+"""waybill export: an ONNX package from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from waybill.cli.progress import Progress
+from waybill.cli.render import size, write_json, write_problems
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    output: Annotated[Path, typer.Argument(help="The package's folder, made by this command.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; float32 by default on a CPU.")
+    ] = None,
+    ep: Annotated[str, typer.Option(help="The execution provider that will run it: cpu or cuda.")] = "cpu",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Packed products in float, several times slower, instead of 8-bit inputs.")
+    ] = False,
+    logits: Annotated[str, typer.Option(help="last: of each request's last position; all: for scoring.")] = "last",
+    link: Annotated[
+        bool, typer.Option("--link", help="Refer to the checkpoint's own files by hard links; nothing is copied.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Write a package for ONNX Runtime: graph, weights, tokenizer, genai_config.json and waybill.json.
+
+    Example: waybill export ./SmolLM2-135M-Instruct ./smollm2-onnx
+    """
+    import waybill
+    from waybill.onnx.publish import require_free
+
+    require_free(output, overwrite=overwrite)
+    package = waybill.build(checkpoint, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link)
+    if not as_json:
+        write_problems((), [notice for component in package.values() for notice in component.plan.notices])
+    with Progress("writing", package.nbytes) as advance:
+        receipt = package.save(output, overwrite=overwrite, link=link, progress=advance)
+    if as_json:
+        write_json(
+            {
+                "package": str(receipt.folder),
+                "components": list(package),
+                "data_bytes": receipt.data_bytes,
+                "linked_bytes": receipt.linked_bytes,
+                "seconds": round(receipt.seconds, 3),
+                "flush_seconds": round(receipt.flush_seconds, 3),
+                "summary": receipt.summary,
+            }
+        )
+        return
+    linked = f" and {size(receipt.linked_bytes)} linked" if receipt.linked_bytes else ""
+    print(f"wrote {receipt.folder}: {size(receipt.data_bytes)} of weights{linked}")
+    flush = f", {receipt.flush_seconds:.2f} s of it to flush" if receipt.flush_seconds >= 0.01 else ""
+    print(f"{receipt.summary}; {receipt.seconds:.2f} s{flush}", file=sys.stderr)

@@ -1,0 +1,96 @@
+"""waybill.json: for every initializer of a package, where its bytes lie, what they were made from, and their digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from waybill.checkpoint import Checkpoint
+from waybill.onnx.data import Layout
+from waybill.onnx.decoder import Options
+from waybill.onnx.providers import PROVIDERS, obstacles
+from waybill.plan import Binding, Plan
+from waybill.plan.parameter import ParameterSpec
+
+FORMAT = 1
+
+
+def package_bill(
+    plan: Plan, specs: Sequence[ParameterSpec], options: Options, components: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole document."""
+    if plan.config is None:
+        raise TypeError("a clean plan without a config")
+    runs = {
+        provider: [
+            f"{where}: {expected}; found {found}"
+            for where, expected, found in obstacles(ep, plan.config, specs, plan.dtype)
+        ]
+        for ep, provider in PROVIDERS.items()
+    }
+    return {
+        "format": FORMAT,
+        "producer": f"waybill {version('waybill')}",
+        "source": source(plan.checkpoint),
+        "dtype": plan.dtype,
+        "options": {"ep": options.ep, "exact": options.exact, "logits": "all" if options.all_logits else "last"},
+        "providers": {name: {"runs": not why, **({"because": why} if why else {})} for name, why in runs.items()},
+        "components": components,
+        "dropped": [{"name": name, "reason": reason} for name, reason in plan.ignored.items()],
+        "summary": plan.summary(),
+    }
+
+
+def source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What identifies the checkpoint. No path: a package may travel."""
+    shards = [{"name": shard.name, "bytes": shard.size, "tensors": shard.tensors} for shard in checkpoint.shards]
+    return {"name": checkpoint.root.resolve().name, "shards": shards}
+
+
+def component_bill(
+    file: str,
+    graph_digest: str,
+    layout: Layout,
+    bindings: Mapping[str, Binding],
+    checked: Sequence[Binding],
+    specs: Mapping[str, ParameterSpec],
+    digests: Mapping[str, str],
+) -> dict[str, Any]:
+    """One component: its graph, its initializers, and what was read only to be checked."""
+    return {
+        "file": file,
+        "sha256": graph_digest,
+        "initializers": {
+            name: {
+                "file": place.file,
+                "offset": place.offset,
+                "bytes": place.nbytes,
+                "sha256": digests[name],
+                **(
+                    _origin(bindings[name], specs) if name in bindings else {"operations": ["computed from the config"]}
+                ),
+            }
+            for name, place in layout.places.items()
+        },
+        "checked": [
+            {"name": binding.target, "sources": list(binding.sources), "operations": list(binding.operations)}
+            for binding in checked
+        ],
+    }
+
+
+def _origin(binding: Binding, specs: Mapping[str, ParameterSpec]) -> dict[str, Any]:
+    origin: dict[str, Any] = {
+        "dtype": binding.dtype,
+        "shape": list(binding.shape),
+        "role": binding.role,
+        "sources": list(binding.sources),
+        "operations": list(binding.operations),
+    }
+    if binding.role != "weight":
+        stem = binding.target.rpartition(".")[0]
+        spec = specs.get(f"{stem}.weight") or specs[stem]
+        if spec.packing is not None:
+            origin["packing"] = {"bits": spec.packing.bits, "block_size": spec.packing.group}
+    return origin

@@ -1,0 +1,132 @@
+"""Publication: a package appears whole, or not at all.
+
+Written beside its final place, on the same file system; flushed; then renamed. What a killed export left behind is
+removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from waybill.errors import CannotWrite, TargetExists
+
+MARKER = "waybill.json"
+"""What makes a folder a package that may be replaced."""
+SLACK = 16 << 20
+"""Bytes beyond the weights: the graph, tokenizer files, the file system's own."""
+
+
+def require_free(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that is taken, before anything is computed.
+
+    Raises:
+        TargetExists: something is there, and it may not be replaced.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    if not overwrite:
+        raise _taken(
+            target, "something of that name", "choose another folder, or give --overwrite to replace a package"
+        )
+    if not (target / MARKER).is_file():
+        found = f"a {'folder' if target.is_dir() else 'file'} without {MARKER}"
+        raise _taken(target, found, "only packages are replaced; choose another folder")
+
+
+def _taken(target: Path, found: str, fix: str) -> TargetExists:
+    return TargetExists(
+        "the target is taken",
+        where=str(target),
+        expected="nothing, or a package with --overwrite",
+        found=found,
+        fix=fix,
+    )
+
+
+@contextmanager
+def publication(target: Path, *, overwrite: bool, nbytes: int) -> Iterator[Path]:
+    """A folder to write `nbytes` into, that becomes `target` when the block ends, and vanishes when it fails.
+
+    Raises:
+        TargetExists: something is there, and it may not be replaced.
+        CannotWrite: no space, no permission, or a failing disk; nothing is left behind.
+    """
+    target = target.parent.resolve() / target.name  # not resolved itself: a link to a package is the package's name
+    require_free(target, overwrite=overwrite)
+    staging = target.parent / f".{target.name}.{os.getpid()}.partial"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        free = shutil.disk_usage(target.parent).free
+        if free < nbytes + SLACK:
+            raise CannotWrite(
+                "there is not enough free space",
+                where=str(target.parent),
+                expected=f"{nbytes + SLACK:,} bytes",
+                found=f"{free:,} bytes",
+                fix="free some space, or export to another disk; --link needs almost none",
+            )
+        staging.mkdir()
+        yield staging
+        _flush(staging)
+        _put_in_place(staging, target)
+    except OSError as error:
+        raise CannotWrite(
+            "the package cannot be written",
+            where=str(error.filename or target),
+            expected="a folder that can be written, with enough space",
+            found=error.strerror or str(error),
+            fix="free some space, check permissions, or export to another disk",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Folders of exports that no longer run."""
+    for left in target.parent.glob(f".{target.name}.*.partial"):
+        owner = re.fullmatch(r"\.(\d+)\.partial", left.name.removeprefix(f".{target.name}"))
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Everything onto the disk: a rename that survives a power cut must not point at bytes that do not."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    """Rename; where a package is replaced, both are exchanged at once and the old one is removed after that."""
+    if target.exists():
+        _exchange(staging, target)
+    else:
+        staging.rename(target)
+    descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two names atomically (renameat2 with RENAME_EXCHANGE); where that is not known, in two renames."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    with contextlib.suppress(AttributeError, OSError):
+        if not ctypes.CDLL(None, use_errno=True).renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
+            return
+    aside = one.with_name(f"{one.name}.old")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
