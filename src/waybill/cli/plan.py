@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 def plan(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
-    target: Annotated[str, typer.Option(help="What the weights are for: torch.")] = "torch",
+    target: Annotated[str, typer.Option(help="What the weights are for: torch or onnx.")] = "torch",
     tp: Annotated[int, typer.Option(help="Number of tensor-parallel ranks.", min=1)] = 1,
     rank: Annotated[int, typer.Option(help="The rank to plan for.", min=0)] = 0,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; by default what the config says.")
     ] = None,
+    ep: Annotated[str, typer.Option(help="For onnx, what will run it: cpu or cuda.")] = "cpu",
+    link: Annotated[bool, typer.Option("--link", help="For onnx, plan an export with --link.")] = False,
     full: Annotated[bool, typer.Option("--full", help="One row a parameter, without folding equal layers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -31,30 +33,48 @@ def plan(
     """
     import waybill
 
-    bill = waybill.plan(checkpoint, target, tp=tp, rank=rank, dtype=dtype)
+    bill = waybill.plan(checkpoint, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link)
+    extra = _package_facts(bill) if target == "onnx" else {}
     if as_json:
-        write_json(bill.as_dict())
+        write_json(bill.as_dict() | extra)
     else:
-        _write(bill, full)
+        _write(bill, full, extra)
     if bill.problems:
         raise typer.Exit(1)
 
 
-def _write(bill: Plan, full: bool) -> None:
+def _package_facts(bill: Plan) -> dict[str, Any]:
+    """What only a package has: a size on disk, and providers that can run it or cannot."""
+    import shutil
+
+    from waybill.onnx.providers import verdicts
+    from waybill.onnx.target import onnx_parameters
+
+    if bill.config is None:
+        return {}
+    providers = verdicts(bill.config, onnx_parameters(bill.config, bill.packings), bill.dtype)
+    return {"free_disk_bytes": shutil.disk_usage(Path.cwd()).free, "providers": providers}
+
+
+def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
     from waybill.plan.fold import fold
 
     if bill.bindings:
         header = ("parameter", "shape", "dtype", "sources", "operations", "read")
         write_table((row.cells(size) for row in fold(bill.bindings, full)), header, right=(3, 5))
         print()
-        write_table(
-            (
-                ("read", f"{size(bill.bytes_read)} of {size(bill.checkpoint.nbytes)} stored"),
-                ("result", f"{size(bill.result_bytes)} in {bill.dtype}"),
-                ("peak", f"{size(bill.peak_bytes)} of host memory"),
-                ("ranks", f"{bill.tp}; this is the bill of rank {bill.rank}"),
-            )
-        )
+        rows = [
+            ("read", f"{size(bill.bytes_read)} of {size(bill.checkpoint.nbytes)} stored"),
+            ("result", f"{size(bill.result_bytes)} in {bill.dtype}"),
+            ("peak", f"{size(bill.peak_bytes)} of host memory"),
+        ]
+        if extra:
+            rows.append(("free disk", f"{size(extra['free_disk_bytes'])} here"))
+            for name, verdict in extra["providers"].items():
+                rows.append((name, "can run it" if verdict["runs"] else "; ".join(verdict["because"])))
+        else:
+            rows.append(("ranks", f"{bill.tp}; this is the bill of rank {bill.rank}"))
+        write_table(rows)
     for name, reason in bill.ignored.items():
         print(printable(f"dropped {name}: {reason}"))
     write_problems(bill.problems, bill.notices)

@@ -9,7 +9,7 @@ from typing import Any
 from waybill.checkpoint import Checkpoint
 from waybill.onnx.data import Layout
 from waybill.onnx.decoder import Options
-from waybill.onnx.providers import PROVIDERS, obstacles
+from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
 
@@ -22,20 +22,13 @@ def package_bill(
     """The whole document."""
     if plan.config is None:
         raise TypeError("a clean plan without a config")
-    runs = {
-        provider: [
-            f"{where}: {expected}; found {found}"
-            for where, expected, found in obstacles(ep, plan.config, specs, plan.dtype)
-        ]
-        for ep, provider in PROVIDERS.items()
-    }
     return {
         "format": FORMAT,
         "producer": f"waybill {version('waybill')}",
         "source": source(plan.checkpoint),
         "dtype": plan.dtype,
         "options": {"ep": options.ep, "exact": options.exact, "logits": "all" if options.all_logits else "last"},
-        "providers": {name: {"runs": not why, **({"because": why} if why else {})} for name, why in runs.items()},
+        "providers": verdicts(plan.config, specs, plan.dtype),
         "components": components,
         "dropped": [{"name": name, "reason": reason} for name, reason in plan.ignored.items()],
         "summary": plan.summary(),

@@ -6,6 +6,7 @@ Measured with ONNX Runtime 1.32 on the CPU; what is said of CUDA is read from it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from waybill.config import ModelConfig
 from waybill.errors import UnsupportedByRuntime, WaybillError
@@ -39,6 +40,15 @@ def obstacles(
         for (up, down), name in widths.items():
             if up != down and (up, down) not in MIXED_WIDTHS:
                 yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
+
+
+def verdicts(config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:
+    """Whether each execution provider can run such a package, and why not."""
+    found: dict[str, dict[str, Any]] = {}
+    for ep, provider in PROVIDERS.items():
+        why = [f"{where}: needs {can}; found {asked}" for where, can, asked in obstacles(ep, config, specs, dtype)]
+        found[provider] = {"runs": not why, **({"because": why} if why else {})}
+    return found
 
 
 def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
