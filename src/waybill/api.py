@@ -13,7 +13,8 @@ from waybill.errors import BadOption, Refused
 from waybill.manifest.quantization import read_quantization
 from waybill.plan import Plan, make_plan
 from waybill.plan.collection import uncollected
-from waybill.plan.planner import Family, Target
+from waybill.plan.planner import Family
+from waybill.plan.target import Target
 from waybill.rules.tables.decoder import decoder_components, decoder_module_kind, decoder_source_rules
 from waybill.weights import WeightRecord
 

@@ -19,7 +19,7 @@ WaybillError
 │   └── ExpertMismatch      IllegalParallelism UnsupportedByRuntime
 ├── PackageError            writing, opening or proving a package
 │   ├── TargetExists        CannotWrite        CannotLink
-│   └── UnboundPackage
+│   └── UnboundPackage      BadPackage
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     ZeroPointMismatch  BadScales         CastOverflow
     ├── InexactScales
@@ -37,6 +37,10 @@ class WaybillError(Exception):
     """A broken promise that answers five questions: what, where, expected, found, fix."""
 
     code: ClassVar[str] = "error"
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        if code:
+            cls.code = code
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", found: str = "", fix: str = "") -> None:
         super().__init__(what)
@@ -82,10 +86,8 @@ def _rebuild(kind: type[WaybillError], what: str, where: str, expected: str, fou
     return kind(what, where=where, expected=expected, found=found, fix=fix)
 
 
-class Refused(WaybillError):
+class Refused(WaybillError, code="refused"):
     """All problems of one checkpoint, found together."""
-
-    code = "refused"
 
     def __init__(self, problems: Iterable[WaybillError]) -> None:
         self.problems = tuple(problems)
@@ -103,323 +105,225 @@ class CheckpointError(WaybillError):
     """What lies on disk is not a whole checkpoint."""
 
 
-class NotACheckpoint(CheckpointError):
+class NotACheckpoint(CheckpointError, code="not-a-checkpoint"):
     """The path is not a folder with a config.json."""
 
-    code = "not-a-checkpoint"
 
-
-class BadJson(CheckpointError):
+class BadJson(CheckpointError, code="bad-json"):
     """A JSON file cannot be read as the object it should be."""
 
-    code = "bad-json"
 
-
-class PathEscape(CheckpointError):
+class PathEscape(CheckpointError, code="path-escape"):
     """A file name leads out of the checkpoint directory."""
 
-    code = "path-escape"
 
-
-class NoSafetensors(CheckpointError):
+class NoSafetensors(CheckpointError, code="no-safetensors"):
     """There are no safetensors weights here, possibly another format."""
 
-    code = "no-safetensors"
 
-
-class NotSafetensors(CheckpointError):
+class NotSafetensors(CheckpointError, code="not-safetensors"):
     """A file named .safetensors holds something else."""
 
-    code = "not-safetensors"
 
-
-class BadHeader(CheckpointError):
+class BadHeader(CheckpointError, code="bad-header"):
     """A safetensors header breaks one of the format's promises."""
 
-    code = "bad-header"
 
-
-class WrongLength(CheckpointError):
+class WrongLength(CheckpointError, code="wrong-length"):
     """A file is shorter or longer than its header says."""
 
-    code = "wrong-length"
 
-
-class MissingShard(CheckpointError):
+class MissingShard(CheckpointError, code="missing-shard"):
     """The index names files that are not on disk."""
 
-    code = "missing-shard"
 
-
-class BadIndex(CheckpointError):
+class BadIndex(CheckpointError, code="bad-index"):
     """The index file is not a map from tensor names to file names."""
 
-    code = "bad-index"
 
-
-class DuplicateTensor(CheckpointError):
+class DuplicateTensor(CheckpointError, code="duplicate-tensor"):
     """Two files hold a tensor of the same name."""
 
-    code = "duplicate-tensor"
 
-
-class MissingTensor(CheckpointError):
+class MissingTensor(CheckpointError, code="missing-tensor"):
     """The index promises tensors that no file holds."""
 
-    code = "missing-tensor"
 
-
-class FileChanged(CheckpointError):
+class FileChanged(CheckpointError, code="file-changed"):
     """A file changed, shrank or failed between reading its header and reading its weights."""
-
-    code = "file-changed"
 
 
 class ConfigError(WaybillError):
     """config.json does not describe a model this library can build."""
 
 
-class BadConfig(ConfigError):
+class BadConfig(ConfigError, code="bad-config"):
     """A field is missing, of the wrong type, or out of range."""
 
-    code = "bad-config"
 
-
-class ConfigConflict(ConfigError):
+class ConfigConflict(ConfigError, code="config-conflict"):
     """Two places state the same fact differently."""
 
-    code = "config-conflict"
 
-
-class UnsupportedArchitecture(ConfigError):
+class UnsupportedArchitecture(ConfigError, code="unsupported-architecture"):
     """No table knows this architecture."""
 
-    code = "unsupported-architecture"
 
-
-class UnsupportedFeature(ConfigError):
+class UnsupportedFeature(ConfigError, code="unsupported-feature"):
     """The configuration asks for arithmetic that is not implemented."""
 
-    code = "unsupported-feature"
 
-
-class UnsupportedRope(ConfigError):
+class UnsupportedRope(ConfigError, code="unsupported-rope"):
     """The rotary embedding is of a kind that is not implemented."""
 
-    code = "unsupported-rope"
 
-
-class UnsupportedQuantization(ConfigError):
+class UnsupportedQuantization(ConfigError, code="unsupported-quantization"):
     """The checkpoint is packed in a format this version does not read."""
 
-    code = "unsupported-quantization"
 
-
-class BadPattern(ConfigError):
+class BadPattern(ConfigError, code="bad-pattern"):
     """A pattern of the quantization metadata cannot be compiled."""
 
-    code = "bad-pattern"
 
-
-class UnresolvedComponent(ConfigError):
+class UnresolvedComponent(ConfigError, code="unresolved-component"):
     """A component is asked for that the model does not declare, or declares in part."""
 
-    code = "unresolved-component"
 
-
-class ActOrder(ConfigError):
+class ActOrder(ConfigError, code="act-order"):
     """The groups of a packed weight are permuted (desc_act), which is not supported."""
-
-    code = "act-order"
 
 
 class PlanError(WaybillError):
     """Headers and target do not add up."""
 
 
-class MissingWeight(PlanError):
+class MissingWeight(PlanError, code="missing-weight"):
     """A parameter of the model has no tensor in the checkpoint."""
 
-    code = "missing-weight"
 
-
-class MissingHead(PlanError):
+class MissingHead(PlanError, code="missing-head"):
     """The config says untied, and the file has no output head."""
 
-    code = "missing-head"
 
-
-class IncompleteMerge(PlanError):
+class IncompleteMerge(PlanError, code="incomplete-merge"):
     """Some members of a merged parameter are there, not all."""
 
-    code = "incomplete-merge"
 
-
-class UnclaimedWeight(PlanError):
+class UnclaimedWeight(PlanError, code="unclaimed-weight"):
     """A tensor in the checkpoint has no place in the model."""
 
-    code = "unclaimed-weight"
 
-
-class ClaimedTwice(PlanError):
+class ClaimedTwice(PlanError, code="claimed-twice"):
     """Two tensors want the same place."""
 
-    code = "claimed-twice"
 
-
-class PrefixDrift(PlanError):
+class PrefixDrift(PlanError, code="prefix-drift"):
     """Every name carries a prefix the architecture does not use."""
 
-    code = "prefix-drift"
 
-
-class ShapeMismatch(PlanError):
+class ShapeMismatch(PlanError, code="shape-mismatch"):
     """A tensor's shape is not what the config implies."""
 
-    code = "shape-mismatch"
 
-
-class VocabMismatch(ShapeMismatch):
+class VocabMismatch(ShapeMismatch, code="vocab-mismatch"):
     """The embedding or head has another number of rows than vocab_size."""
 
-    code = "vocab-mismatch"
 
-
-class DtypeMismatch(PlanError):
+class DtypeMismatch(PlanError, code="dtype-mismatch"):
     """A parameter needs float numbers, and the tensor holds something else."""
 
-    code = "dtype-mismatch"
 
-
-class IncompleteWeight(PlanError):
+class IncompleteWeight(PlanError, code="incomplete-weight"):
     """A packed weight lacks one of its sidecars."""
 
-    code = "incomplete-weight"
 
-
-class PackingMismatch(PlanError):
+class PackingMismatch(PlanError, code="packing-mismatch"):
     """Sidecars on disk and quantization metadata contradict each other."""
 
-    code = "packing-mismatch"
 
-
-class ExpertMismatch(PlanError):
+class ExpertMismatch(PlanError, code="expert-mismatch"):
     """Experts are missing, or there are more than the config says."""
 
-    code = "expert-mismatch"
 
-
-class UnboundParameter(PlanError):
+class UnboundParameter(PlanError, code="unbound-parameter"):
     """An emitted graph and the plan for its weights disagree about a parameter."""
 
-    code = "unbound-parameter"
 
-
-class UnsupportedByRuntime(PlanError):
+class UnsupportedByRuntime(PlanError, code="unsupported-by-runtime"):
     """The runtime's execution provider has no kernel for what the package would hold."""
 
-    code = "unsupported-by-runtime"
 
-
-class IllegalParallelism(PlanError):
+class IllegalParallelism(PlanError, code="illegal-tp"):
     """The model cannot be cut into that many ranks."""
-
-    code = "illegal-tp"
 
 
 class PackageError(WaybillError):
     """A package cannot be written, opened or proven."""
 
 
-class TargetExists(PackageError):
+class TargetExists(PackageError, code="target-exists"):
     """There is already something where the package would go."""
 
-    code = "target-exists"
 
-
-class CannotWrite(PackageError):
+class CannotWrite(PackageError, code="cannot-write"):
     """The package cannot be written: no space, no permission, or a failing disk."""
 
-    code = "cannot-write"
 
-
-class CannotLink(PackageError):
+class CannotLink(PackageError, code="cannot-link"):
     """The package cannot refer to the checkpoint's own bytes."""
 
-    code = "cannot-link"
 
-
-class UnboundPackage(PackageError):
+class UnboundPackage(PackageError, code="unbound-package"):
     """A package built without weights was to be saved."""
 
-    code = "unbound-package"
+
+class BadPackage(PackageError, code="bad-package"):
+    """An ONNX package is incomplete, contradicts its graph, or cannot be run on this machine."""
 
 
 class RunError(WaybillError):
     """Found while bytes move or tokens are made."""
 
 
-class NonFiniteWeight(RunError):
+class NonFiniteWeight(RunError, code="non-finite-weight"):
     """A weight holds NaN or infinity (checked on request)."""
 
-    code = "non-finite-weight"
 
-
-class ZeroPointMismatch(RunError):
+class ZeroPointMismatch(RunError, code="zero-point-mismatch"):
     """A weight that the metadata calls symmetric is not."""
 
-    code = "zero-point-mismatch"
 
-
-class BadScales(RunError):
+class BadScales(RunError, code="bad-scales"):
     """The scales of a packed weight are not finite, or those of a whole group are zero."""
 
-    code = "bad-scales"
 
-
-class InexactScales(RunError):
+class InexactScales(RunError, code="inexact-scales"):
     """A scale of a packed weight is not a number of the dtype it is wanted in."""
 
-    code = "inexact-scales"
 
-
-class CastOverflow(RunError):
+class CastOverflow(RunError, code="cast-overflow"):
     """A finite value became infinite in the requested dtype."""
 
-    code = "cast-overflow"
 
-
-class NoTokenizer(RunError):
+class NoTokenizer(RunError, code="no-tokenizer"):
     """There is no tokenizer.json to turn text into tokens."""
 
-    code = "no-tokenizer"
 
-
-class BadTemplate(RunError):
+class BadTemplate(RunError, code="bad-template"):
     """The chat template is missing, fails, or exceeds its bounds."""
 
-    code = "bad-template"
 
-
-class BadRequest(RunError):
+class BadRequest(RunError, code="bad-request"):
     """The request itself cannot be served: an empty prompt, unknown tokens, more positions than the model has."""
 
-    code = "bad-request"
 
-
-class BadOption(RunError):
+class BadOption(RunError, code="bad-option"):
     """An option has a value that means nothing: wrong usage, exit code 2."""
 
-    code = "bad-option"
 
-
-class OtherRankFailed(RunError):
+class OtherRankFailed(RunError, code="other-rank-failed"):
     """Another tensor-parallel rank could not load its share; that rank says why."""
 
-    code = "other-rank-failed"
 
-
-class DeviceUnavailable(RunError):
+class DeviceUnavailable(RunError, code="device-unavailable"):
     """The requested device is not on this machine."""
-
-    code = "device-unavailable"

@@ -13,8 +13,8 @@ from checkpoints import lively, llama
 from waybill.engine.context import get_global_ctx
 from waybill.engine.generate import generate
 from waybill.engine.models.decoder import CausalLM
-from waybill.engine.sampler import Sampling
 from waybill.errors import BadRequest, WaybillError
+from waybill.text.request import Sampling
 
 PROMPTS = [[5, 17, 9, 30], [2], [7, 7, 100, 3, 8, 64, 1]]
 POSITIONS = 256

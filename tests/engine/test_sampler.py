@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 import torch
 
-from waybill.engine.sampler import Sampler, Sampling
+from waybill.engine.sampler import Sampler
 from waybill.errors import BadOption, WaybillError
+from waybill.text.request import Sampling
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]]).log_softmax(-1)
 DRAWS = 4000
@@ -112,22 +110,3 @@ def test_a_seed_is_used_or_refused_as_an_option(seed: int) -> None:
         assert str(seed) in refused.found
     else:
         assert first.equal(second)
-
-
-@pytest.mark.parametrize(
-    "options, found",
-    [
-        ({"temperature": -0.1}, "temperature -0.1"),
-        ({"temperature": math.inf}, "temperature inf"),
-        ({"temperature": math.nan}, "temperature nan"),
-        ({"top_k": -1}, "top_k -1"),
-        ({"top_p": 0.0}, "top_p 0.0"),
-        ({"top_p": 1.01}, "top_p 1.01"),
-        ({"top_p": math.nan}, "top_p nan"),
-        ({"temperature": -1.0, "top_k": -2, "top_p": 2.0}, "temperature -1.0, top_k -2, top_p 2.0"),
-    ],
-)
-def test_options_out_of_range_are_refused_all_at_once(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(BadOption, match="sampling options are out of range") as refused:
-        Sampling(**options)
-    assert refused.value.found == found

@@ -15,7 +15,7 @@ from waybill.engine.context import Batch, get_global_ctx
 from waybill.engine.distributed import get_tp_info
 from waybill.engine.generate import generate
 from waybill.engine.models.decoder import CausalLM
-from waybill.engine.sampler import Sampling
+from waybill.text.request import Sampling
 
 NEW_TOKENS = 8
 SAMPLED_TOKENS = 4

@@ -1,28 +1,32 @@
-"""waybill generate: text from a checkpoint, alone or as one rank under torchrun."""
+"""waybill generate: text from a checkpoint, alone or as one rank under torchrun, or from an exported package."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from waybill.cli.render import write_json, write_problems
-from waybill.errors import BadRequest
+from waybill.cli.answers import Request, answer
+from waybill.cli.progress import Progress
+from waybill.cli.render import write_problems
+from waybill.errors import BadOption, BadRequest
+from waybill.onnx.folder import is_package
+from waybill.text.request import Sampling, check_request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from waybill.engine.generate import Generation
     from waybill.engine.models.decoder import CausalLM
     from waybill.plan import Plan
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a package that was exported.")],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="The text to continue; repeat for a batch.")
     ] = None,
@@ -50,27 +54,20 @@ def generate(
 
     Example: waybill generate ./SmolLM2-135M-Instruct --chat --prompt "What is a waybill?" -n 64
     """
+    # Heavy imports wait until usage errors have been found.
     prompts = _prompts(prompt, prompts_file)
-    # Heavy imports start here, after usage errors have been found.
-    from waybill.engine.distributed import get_tp_info, join_group, leave_group
-    from waybill.engine.sampler import Sampling
-
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    try:
-        join_group(device)
-        speaks = get_tp_info().is_primary()
-        model, tokenizer, bill, encoded, load_seconds = _prepare(
-            checkpoint, prompts, max_new_tokens, chat, dtype, device, check_finite, speaks
-        )
-        printer = _Printer(tokenizer) if speaks and not as_json and len(prompts) == 1 else None
-        result = _run(model, encoded, max_new_tokens, bill, sampling, printer or _quiet)
-        if speaks:
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
-            if printer:
-                print(texts[0][printer.written :])  # what was held back for a character that never became whole
-            _report(prompts, encoded, texts, result, load_seconds, as_json)
-    finally:
-        leave_group()
+    request = Request(
+        prompts=prompts,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, seed),
+        as_json=as_json,
+    )
+    if is_package(checkpoint):
+        _refuse_choices_of_the_export(dtype, device, check_finite)
+        _run_package(checkpoint, request)
+    else:
+        _run_checkpoint(checkpoint, request, dtype, device, check_finite)
 
 
 def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
@@ -96,37 +93,66 @@ def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
     return prompts
 
 
-def _prepare(
-    checkpoint: Path,
-    prompts: list[str],
-    max_new_tokens: int,
-    chat: bool,
-    dtype: str | None,
-    device: str,
-    check_finite: bool,
-    speaks: bool,
+def _encode(folder: Path, request: Request) -> tuple[Tokenizer, list[list[int]]]:
+    from waybill.text.chat import render_chat
+    from waybill.text.tokenizer import read_tokenizer
+
+    tokenizer = read_tokenizer(folder)
+    texts = request.prompts
+    if request.chat:
+        texts = [render_chat(folder, [{"role": "user", "content": text}]) for text in texts]
+    # A rendered template already holds its special tokens.
+    return tokenizer, [list(tokenizer.encode(text, add_special_tokens=not request.chat).ids) for text in texts]
+
+
+def _run_checkpoint(checkpoint: Path, request: Request, dtype: str | None, device: str, check_finite: bool) -> None:
+    from waybill.engine.distributed import get_tp_info, join_group, leave_group
+    from waybill.engine.generate import generate as run
+    from waybill.text.tokenizer import stop_tokens
+
+    try:
+        join_group(device)
+        speaks = get_tp_info().is_primary()
+        model, tokenizer, bill, encoded, load_seconds = _load(checkpoint, request, dtype, device, check_finite, speaks)
+        generated = partial(
+            run,
+            model,
+            encoded,
+            max_new_tokens=request.max_new_tokens,
+            stop_ids=stop_tokens(bill.checkpoint.generation_config, bill.checkpoint.config),
+            sampling=request.sampling,
+        )
+        if speaks:
+            answer(request, tokenizer, encoded, load_seconds, lambda on_token: generated(on_token=on_token))
+        else:
+            generated()
+    finally:
+        leave_group()
+
+
+def _load(
+    checkpoint: Path, request: Request, dtype: str | None, device: str, check_finite: bool, speaks: bool
 ) -> tuple[CausalLM, Tokenizer, Plan, list[list[int]], float]:
     """Everything that can be refused cheaply is, before weights are read."""
     import waybill
     from waybill.engine.distributed import get_tp_info
-    from waybill.engine.generate import check_request
     from waybill.engine.load import load_model
-    from waybill.text.chat import render_chat
-    from waybill.text.tokenizer import read_tokenizer
 
     tp = get_tp_info()
     bill = waybill.plan(checkpoint, tp=tp.size, rank=tp.rank, dtype=dtype)
     bill.require_clean()
-    tokenizer = read_tokenizer(checkpoint)
-    texts = [render_chat(checkpoint, [{"role": "user", "content": text}]) for text in prompts] if chat else prompts
-    # A rendered template already holds its special tokens.
-    encoded = [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+    tokenizer, encoded = _encode(checkpoint, request)
     if bill.config:
-        check_request(bill.config, encoded, max_new_tokens)
+        check_request(
+            encoded,
+            request.max_new_tokens,
+            vocab_size=bill.config.vocab_size,
+            max_position=bill.config.rotary_config.max_position,
+        )
     if speaks:
         write_problems((), bill.notices)
     start = time.perf_counter()
-    with _progress(bill.result_bytes, speaks) as advance:
+    with Progress("loading", bill.result_bytes, wanted=speaks) as advance:
         model = load_model(checkpoint, device=device, check_finite=check_finite, bill=bill, progress=advance)
     seconds = time.perf_counter() - start
     if speaks:
@@ -134,109 +160,39 @@ def _prepare(
     return model, tokenizer, bill, encoded, seconds
 
 
-class _progress:
-    """A bar in bytes on a terminal, nothing elsewhere: the summary line follows anyway."""
-
-    def __init__(self, total: int, wanted: bool) -> None:
-        self._bar: Any = None
-        if wanted and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
-
-            columns = (
-                TextColumn("loading"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("loading", total=total)
-
-    def __enter__(self) -> Callable[[int], None]:
-        if self._bar is None:
-            return lambda _: None
-        self._bar.start()
-        return lambda nbytes: self._bar.advance(self._task, nbytes)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _quiet(_request: int, _token: int) -> None:
-    pass
-
-
-class _Printer:
-    """Streams the text of a single request; a batch is printed whole at the end."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        from waybill.text.tokenizer import TextStream
-
-        self._stream = TextStream(tokenizer)
-        self.written = 0
-
-    def __call__(self, _request: int, token: int) -> None:
-        text = self._stream.add(token)
-        self.written += len(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def _run(
-    model: CausalLM,
-    encoded: list[list[int]],
-    max_new_tokens: int,
-    bill: Plan,
-    sampling: Any,
-    on_token: Callable[[int, int], None],
-) -> Generation:
-    from waybill.engine.generate import generate as run
-    from waybill.text.tokenizer import stop_tokens
-
-    stops = stop_tokens(bill.checkpoint.generation_config, bill.checkpoint.config)
-    return run(model, encoded, max_new_tokens=max_new_tokens, stop_ids=stops, sampling=sampling, on_token=on_token)
-
-
-def _report(
-    prompts: list[str],
-    encoded: list[list[int]],
-    texts: list[str],
-    result: Generation,
-    load_seconds: float,
-    as_json: bool,
-) -> None:
-    tokens = len(prompts) * result.decode_steps
-    timings = {
-        "load_seconds": round(load_seconds, 4),
-        "prefill_seconds": round(result.prefill_seconds, 4),
-        "prefill_tokens_per_second": round(sum(map(len, encoded)) / max(result.prefill_seconds, 1e-9), 1),
-        "decode_seconds": round(result.decode_seconds, 4),
-        "decode_tokens_per_second": round(tokens / result.decode_seconds, 1) if result.decode_seconds else None,
+def _refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: bool) -> None:
+    given = {
+        f"--dtype {dtype}": dtype is not None,
+        f"--device {device}": device != "cpu",
+        "--check-finite": check_finite,
+        f"torchrun with {os.environ.get('WORLD_SIZE')} ranks": os.environ.get("WORLD_SIZE", "1") != "1",
     }
-    outputs = [
-        {"text": text, "token_ids": ids, "prompt_tokens": len(prompt)}
-        for text, ids, prompt in zip(texts, result.token_ids, encoded, strict=True)
-    ]
-    if as_json:
-        write_json(
-            {**outputs[0], "timings": timings} if len(outputs) == 1 else {"outputs": outputs, "timings": timings}
+    if any(given.values()):
+        raise BadOption(
+            "a package runs as it was exported",
+            expected="no option that changes its weights or where they are",
+            found=", ".join(option for option, is_given in given.items() if is_given),
+            fix="leave it out; what it chooses is chosen when the checkpoint is exported",
         )
-        return
-    if len(outputs) > 1:
-        for prompt, text in zip(prompts, texts, strict=True):
-            print(f"── {prompt}\n{text}\n")
-    speed = timings["decode_tokens_per_second"]
-    print(
-        f"prefill {sum(map(len, encoded))} tokens in {timings['prefill_seconds']:.2f} s"
-        + (f", decode {speed} tokens/s" if speed else ""),
-        file=sys.stderr,
+
+
+def _run_package(folder: Path, request: Request) -> None:
+    """No torch here: onnxruntime does it all."""
+    from waybill.onnx.folder import read_package
+    from waybill.onnx.runtime import OnnxDecoder
+
+    package = read_package(folder)
+    tokenizer, encoded = _encode(folder, request)
+    check_request(encoded, request.max_new_tokens, vocab_size=package.vocab_size, max_position=package.context_length)
+    start = time.perf_counter()
+    decoder = OnnxDecoder(package)
+    seconds = time.perf_counter() - start
+    print(f"{decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
+    generated = partial(
+        decoder.generate,
+        encoded,
+        max_new_tokens=request.max_new_tokens,
+        stop_ids=package.stop_ids,
+        sampling=request.sampling,
     )
+    answer(request, tokenizer, encoded, seconds, lambda on_token: generated(on_token=on_token))

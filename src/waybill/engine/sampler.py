@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from waybill.errors import BadOption, NonFiniteWeight
-
-SMALLEST_TEMPERATURE = 1e-30
-"""Below it, float32 knows no difference."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """temperature 0 is greedy. top_k 0 and top_p 1 keep everything. A seed makes a run repeatable."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name} {getattr(self, name)}"
-            for name, good in (
-                ("temperature", 0 <= self.temperature < float("inf")),
-                ("top_k", self.top_k >= 0),
-                ("top_p", 0 < self.top_p <= 1),
-                ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64),
-            )
-            if not good
-        ]
-        if wrong:
-            raise BadOption(
-                "sampling options are out of range",
-                expected="temperature ≥ 0, top-k ≥ 0, 0 < top-p ≤ 1, a seed of 64 bits",
-                found=", ".join(wrong),
-                fix="choose values in range",
-            )
+from waybill.errors import NonFiniteWeight
+from waybill.text.request import SMALLEST_TEMPERATURE, Sampling
 
 
 class Sampler:

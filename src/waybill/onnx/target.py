@@ -13,7 +13,7 @@ from waybill.blueprint import DECODER_MERGES, EMBEDDING, Merges, decoder_paramet
 from waybill.config import ModelConfig
 from waybill.onnx.providers import refusals
 from waybill.plan.parameter import Packing, ParameterSpec
-from waybill.plan.planner import Target
+from waybill.plan.target import Target
 from waybill.weights import FloatWeight, LazyTensor, Storage, stored
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import Decoded

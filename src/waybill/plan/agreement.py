@@ -96,15 +96,11 @@ def _smallest_group(specs: Sequence[ParameterSpec], tp: int) -> int:
     return min((packing.group for spec in specs if (packing := spec.local_packing(tp)) is not None), default=1 << 30)
 
 
-def separate(specs: Sequence[ParameterSpec]) -> Iterator[str]:
-    """A line for projections that are usually merged and are not, because they are packed differently."""
+def notices(specs: Sequence[ParameterSpec], dtype: str | None) -> Iterator[str]:
+    """Lines for projections kept apart that are usually merged, and for scales that computing in `dtype` rounds."""
     apart = [spec.name for spec in specs if spec.apart]
     if apart:
         yield f"kept apart, because packed differently: {some(apart)}"
-
-
-def rounded_scales(specs: Sequence[ParameterSpec], dtype: str) -> Iterator[str]:
-    """A line where the dtype that is computed in has fewer bits than the scales as they are stored."""
     scales = Counter(spec.packing.scale_dtype for spec in specs if spec.packing is not None)
     for stored, count in scales.items():
         if dtype == "BF16" and stored != "BF16":

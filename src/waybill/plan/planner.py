@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,40 +23,13 @@ from waybill.errors import (
 from waybill.manifest import ComponentManifest
 from waybill.manifest.quantization import read_quantization
 from waybill.plan import agreement, diagnose
+from waybill.plan.assemble import bind, file_order
 from waybill.plan.bill import Binding, Plan
-from waybill.plan.parameter import Packing, ParameterSpec, Part, part_name
+from waybill.plan.parameter import Packing, ParameterSpec
+from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
-from waybill.weights import FloatWeight, LazyTensor, Storage, WeightRecord
-from waybill.weights.affine import AffinePackedWeight
-from waybill.weights.lazy import Decoded
-from waybill.weights.ranges import bytes_read
-from waybill.weights.record import concat_weights, stack_weights
-
-LARGEST_FLOAT16 = 65504.0
-
-
-def _as_it_is(_: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
-    return weight.parts
-
-
-class Target(NamedTuple):
-    """A sink for weights: its name, the rules from module names to its own, and the parameters it needs.
-
-    `parameters` is given the packings found on disk, by module weight name, and decides what is merged. `arrange` is
-    given each finished weight, and says which tensors it is delivered as, by role.
-    """
-
-    name: str
-    rules: RuleTable
-    parameters: Callable[[ModelConfig, Mapping[str, Packing]], Sequence[ParameterSpec]]
-    arrange: Callable[[ParameterSpec, Storage], Mapping[str, LazyTensor]] = _as_it_is
-    refusals: Callable[[ModelConfig, Sequence[ParameterSpec], str], Iterable[WaybillError]] = lambda *_: ()
-    """What the target cannot run of these parameters in this dtype."""
-    casts_scales: bool = False
-    """Whether scales are wanted in the dtype of the model, which must then hold them exactly."""
-    holds_result: bool = True
-    """Whether everything delivered stays in memory."""
+from waybill.weights import FloatWeight, WeightRecord
 
 
 class Family(NamedTuple):
@@ -81,6 +54,10 @@ class Routing:
     twice: set[str] = field(default_factory=set)
     problems: list[WaybillError] = field(default_factory=list)
 
+    def packings(self) -> dict[str, Packing]:
+        """How each packed weight lies on disk, by module weight name."""
+        return {name: found for name, record in self.records.items() if (found := packing_of(record)) is not None}
+
 
 def make_plan(
     checkpoint: Checkpoint,
@@ -100,8 +77,7 @@ def make_plan(
         tp, rank: the number of tensor-parallel ranks, and which of them this plan is for.
         dtype: safetensors tag to deliver; by default the config's, and without one the file's most common.
     """
-    problems = list(checkpoint.problems)
-    notices = list(checkpoint.notices)
+    problems, notices = list(checkpoint.problems), list(checkpoint.notices)
     config, manifest, records = _describe(checkpoint, family, problems, notices)
     dtype = dtype or (config and config.dtype) or common_dtype(checkpoint)
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
@@ -112,20 +88,18 @@ def make_plan(
         if obstacles := config.parallel_obstacles(tp):
             problems.append(_illegal(config, tp, obstacles))
         routing = route(records, family.rules(config))
-        packings = {name: packing for name, r in routing.records.items() if (packing := packing_of(r)) is not None}
+        packings = routing.packings()
         specs = target.parameters(config, packings)
         slots, strangers = place(routing, specs, target.rules)
         problems += routing.problems
         problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
         problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
         problems += target.refusals(config, specs, dtype)
-        notices += agreement.separate(specs)
-        if not target.casts_scales:
-            notices += agreement.rounded_scales(specs, dtype)
+        notices += agreement.notices(specs, None if target.casts_scales else dtype)
         if not problems:
             bound = (spec for spec in specs if spec.name in slots)
-            bindings = [b for spec in bound for b in _bind(spec, slots[spec.name], rank, tp, dtype, target)]
-            bindings.sort(key=_file_order(checkpoint))
+            bindings = [b for spec in bound for b in bind(spec, slots[spec.name], rank, tp, dtype, target)]
+            bindings.sort(key=file_order(checkpoint))
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -260,88 +234,6 @@ def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice
         found=f"{first.source_name} ({first.file}) and {second.source_name} ({second.file})",
         fix="remove one of them from the checkpoint",
     )
-
-
-def _bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, target: Target) -> Iterator[Binding]:
-    """Shard each part, merge the parts, stack the merges; one binding for each tensor the weight is stored as."""
-    packing = spec.local_packing(tp)
-    layers = []
-    for position in range(spec.stack or 1):
-        members = [
-            _shard(slots[position, member].storage, part, packing, rank, tp) for member, part in enumerate(spec.parts)
-        ]
-        layers.append(stack_weights(members, 1) if spec.interleave else concat_weights(members, spec.axis))
-    weight = stack_weights(layers) if spec.stack else layers[0]
-    sources = tuple(dict.fromkeys(name for key in sorted(slots) for name in slots[key].tensors))
-    for role, value in target.arrange(spec, weight).items():
-        own = dtype if role == "weight" or (role == "scales" and target.casts_scales) else value.dtype
-        yield Binding(
-            target=part_name(spec.name, role),
-            shape=value.shape,
-            dtype=own,
-            sources=sources,
-            operations=_operations(spec, value, rank, tp, own),
-            bytes_read=bytes_read(value),
-            value=value,
-            tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
-            role=role,
-            largest=_largest_scale(weight, dtype) if role == "scales" else None,
-        )
-
-
-def _largest_scale(weight: Storage, dtype: str) -> float | None:
-    """The scale above which a weight may exceed the dtype that is computed in, where that is narrower than float32."""
-    if dtype != "F16" or not isinstance(weight, AffinePackedWeight):
-        return None
-    return LARGEST_FLOAT16 / ((1 << weight.layout.bits) - 1)
-
-
-def _shard(weight: Storage, part: Part, packing: Packing | None, rank: int, tp: int) -> Storage:
-    if packing is not None and isinstance(weight, AffinePackedWeight):
-        weight = weight.refine(packing.group)
-    if part.shard is None:
-        return weight
-    axis = part.shard.axis
-    cut = part.shard.cut(weight.shape[axis], rank, tp)
-    narrowed = weight.narrow(axis, cut.start, cut.length)
-    return narrowed.pad(axis, cut.padded) if cut.padded > cut.length else narrowed
-
-
-def _operations(spec: ParameterSpec, value: LazyTensor, rank: int, tp: int, dtype: str) -> tuple[str, ...]:
-    """What happens to the bytes, in words."""
-    steps = []
-    if tp > 1:
-        for part in dict.fromkeys(spec.parts):
-            if part.shard is None:
-                steps.append("replicate")
-                continue
-            cut = part.shard.cut(part.shape[part.shard.axis], rank, tp)
-            steps.append(f"narrow axis {part.shard.axis} {cut.start}:{cut.start + cut.length}")
-            if cut.padded > cut.length:
-                steps.append(f"pad {cut.padded - cut.length} zeros")
-    if len(spec.parts) > 1:
-        steps.append(f"{'interleave' if spec.interleave else 'concat'} {len(spec.parts)} on axis {spec.axis}")
-    if spec.stack:
-        steps.append(f"stack {spec.stack}")
-    if any(isinstance(tile.source, Decoded) for tile in value.tiles):
-        steps.insert(0, "decode")
-    if foreign := sorted({tile.source.dtype for tile in value.tiles} - {dtype}):
-        steps.append(f"cast {', '.join(foreign)} to {dtype}")
-    if spec.tied_to:
-        steps.append(f"compare with {spec.tied_to}, shared when equal")
-    return tuple(steps)
-
-
-def _file_order(checkpoint: Checkpoint) -> Callable[[Binding], tuple[int, int]]:
-    """Sort key: where the last byte a binding needs lies, so that reading runs forward through the shards."""
-    rank_of = {shard.name: position for position, shard in enumerate(checkpoint.shards)}
-
-    def key(binding: Binding) -> tuple[int, int]:
-        tiles = (tile.source for tile in binding.value.tiles if tile.source.file in rank_of)  # a constant lies nowhere
-        places = ((rank_of[source.file], source.offset) for source in tiles)
-        return max(places, default=(-1, 0))
-
-    return key
 
 
 def _illegal(config: ModelConfig, tp: int, obstacles: list[str]) -> IllegalParallelism:

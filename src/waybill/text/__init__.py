@@ -1,1 +1,1 @@
-"""Text to tokens and back: the tokenizer, stop tokens, and chat templates. Knows no model and no target."""
+"""Text to tokens and back: tokenizer, stop tokens, chat templates, requests. Knows no model and no target."""

@@ -1,0 +1,99 @@
+"""What generating shows: text as it comes, and at the end texts, tokens and timings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from waybill.cli.render import write_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from waybill.text.request import Generation, Sampling
+
+OnToken = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command was asked for, whatever is to run it."""
+
+    prompts: Sequence[str]
+    chat: bool
+    max_new_tokens: int
+    sampling: Sampling
+    as_json: bool
+
+
+def answer(
+    request: Request,
+    tokenizer: Tokenizer,
+    encoded: Sequence[Sequence[int]],
+    load_seconds: float,
+    run: Callable[[OnToken], Generation],
+) -> None:
+    """Run, and show the outcome: one prompt streams, several are shown at the end, JSON is one document."""
+    printer = _Printer(tokenizer) if not request.as_json and len(request.prompts) == 1 else None
+    result = run(printer or _quiet)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
+    if printer:
+        print(texts[0][printer.written :])  # what was held back for a character that never became whole
+    _report(request, encoded, texts, result, load_seconds)
+
+
+def _quiet(_request: int, _token: int) -> None:
+    """Hear of a token and say nothing."""
+
+
+class _Printer:
+    """Streams the text of a single request; a batch is printed whole at the end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from waybill.text.tokenizer import TextStream
+
+        self._stream = TextStream(tokenizer)
+        self.written = 0
+
+    def __call__(self, _request: int, token: int) -> None:
+        text = self._stream.add(token)
+        self.written += len(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _report(
+    request: Request,
+    encoded: Sequence[Sequence[int]],
+    texts: list[str],
+    result: Generation,
+    load_seconds: float,
+) -> None:
+    tokens = len(texts) * result.decode_steps
+    timings = {
+        "load_seconds": round(load_seconds, 4),
+        "prefill_seconds": round(result.prefill_seconds, 4),
+        "prefill_tokens_per_second": round(sum(map(len, encoded)) / max(result.prefill_seconds, 1e-9), 1),
+        "decode_seconds": round(result.decode_seconds, 4),
+        "decode_tokens_per_second": round(tokens / result.decode_seconds, 1) if result.decode_seconds else None,
+    }
+    outputs = [
+        {"text": text, "token_ids": ids, "prompt_tokens": len(prompt)}
+        for text, ids, prompt in zip(texts, result.token_ids, encoded, strict=True)
+    ]
+    if request.as_json:
+        write_json(
+            {**outputs[0], "timings": timings} if len(outputs) == 1 else {"outputs": outputs, "timings": timings}
+        )
+        return
+    if len(outputs) > 1:
+        for prompt, text in zip(request.prompts, texts, strict=True):
+            print(f"── {prompt}\n{text}\n")
+    speed = timings["decode_tokens_per_second"]
+    print(
+        f"prefill {sum(map(len, encoded))} tokens in {timings['prefill_seconds']:.2f} s"
+        + (f", decode {speed} tokens/s" if speed else ""),
+        file=sys.stderr,
+    )

@@ -1,0 +1,113 @@
+"""A package folder: an ONNX graph, and genai_config.json that says how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from waybill.checkpoint.jsonfile import read_object
+from waybill.errors import BadPackage, PathEscape
+
+CONFIG_NAME = "genai_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What genai_config.json says, checked."""
+
+    graph: Path
+    vocab_size: int
+    context_length: int
+    """Positions of the model, prompt and answer together."""
+    num_kv_heads: int
+    head_dim: int
+    stop_ids: frozenset[int]
+    threads: int
+    """Of one operator; 0 leaves it to the runtime."""
+
+
+def is_package(folder: Path) -> bool:
+    """Whether `folder` is an exported package; false also for a name no file system takes."""
+    try:
+        return (folder / CONFIG_NAME).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_package(folder: Path) -> Package:
+    """Read and check genai_config.json; no weight and no graph is read.
+
+    Raises:
+        BadJson: genai_config.json is not a JSON object.
+        BadPackage: a field is missing or of the wrong type, or the graph is not on disk.
+        PathEscape: the graph is said to lie outside the folder.
+    """
+    from waybill.text.tokenizer import (
+        stop_tokens,
+    )  # brings a tokenizer library, which asking for a package does not need
+
+    config = _object(read_object(folder / CONFIG_NAME), "model", folder)
+    decoder = _object(config, "decoder", folder)
+    options = _object(decoder, "session_options", folder) if "session_options" in decoder else {}
+    threads = _count(options, "intra_op_num_threads", folder) if "intra_op_num_threads" in options else 0
+    return Package(
+        _graph(decoder.get("filename"), folder),
+        _count(config, "vocab_size", folder),
+        _count(config, "context_length", folder),
+        _count(decoder, "num_key_value_heads", folder),
+        _count(decoder, "head_size", folder),
+        stop_tokens(config, {}),
+        threads,
+    )
+
+
+def _object(fields: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise _broken(folder, name, "an object", value)
+    return value
+
+
+def _count(fields: Mapping[str, Any], name: str, folder: Path) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise _broken(folder, name, "a positive number", value)
+    return value
+
+
+def _broken(folder: Path, name: str, expected: str, value: Any) -> BadPackage:
+    return BadPackage(
+        f"{CONFIG_NAME} does not describe a decoder",
+        where=str(folder / CONFIG_NAME),
+        expected=f"{name}: {expected}",
+        found=f"{name}: {value!r}"[:160] if value is not None else f"no {name}",
+        fix="export the package again",
+    )
+
+
+def _graph(name: Any, folder: Path) -> Path:
+    if not isinstance(name, str) or not name:
+        raise _broken(folder, "filename", "the graph's file name", name)
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name or "\0" in name:
+        raise PathEscape(
+            "the graph lies outside the package folder",
+            where=f"{folder / CONFIG_NAME}: {name}",
+            expected="a file inside the folder",
+            found="a path that leaves the folder",
+            fix="copy the file into the folder, or export the package again",
+        )
+    try:
+        there = (folder / name).is_file()
+    except OSError:  # longer than any file name
+        there = False
+    if not there:
+        raise BadPackage(
+            "the package has no graph",
+            where=str(folder),
+            expected=f"{name[:160]}, named by {CONFIG_NAME}",
+            found=", ".join(sorted(path.name for path in folder.glob("*.onnx"))) or "no .onnx file",
+            fix="copy the whole package folder, or export it again",
+        )
+    return folder / name
