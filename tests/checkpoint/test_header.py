@@ -92,6 +92,7 @@ MALFORMED = {
     "a leading space": (b" {}", "does not start with '{'"),
     "nothing": (b"", "does not start with '{'"),
     "not utf-8": (b'{"\xff": 1}', "not UTF-8"),
+    "half a character": (b'{"\\ud800":' + json.dumps(GOOD).encode() + b"}", "is no Unicode name"),
     "nan": (b'{"w": NaN}', "NaN is not JSON"),
     "too many digits": (b'{"w": ' + b"9" * 5000 + b"}", "5000 digits"),
     "deep nesting": (b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),

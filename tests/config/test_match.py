@@ -12,6 +12,7 @@ import pytest
 from waybill.config.match import (
     Matcher,
     auto_round_search,
+    block_members,
     gptq_dynamic,
     module_paths,
     olive_exclusions,
@@ -52,6 +53,9 @@ def expression(dialect: Dialect, pattern: str) -> str:
         (module_paths, r"re:model\.layers\.1", ""),
         (module_paths, r"re:.*mlp\.gate", "AC"),
         (module_paths, r"re:.*mlp\.(gate|up)_proj", "B"),
+        (block_members, "mlp.gate", "AC"),
+        (block_members, "gate", "AC"),
+        (block_members, "p.gate", ""),
         (olive_exclusions, "model.layers.1", "ABCD"),
         (olive_exclusions, "mlp.gate", "ABC"),
         (olive_exclusions, "gate_proj", "B"),

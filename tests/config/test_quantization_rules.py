@@ -83,6 +83,27 @@ def test_gptq_is_symmetric_unless_it_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "symmetric"),
+    [({"zero_point": True}, False), ({"zero_point": False}, True), ({"zero_point": True, "sym": True}, True)],
+)
+def test_a_gptq_file_that_states_no_sym_may_state_zero_point(changes: dict[str, Any], symmetric: bool) -> None:
+    assert plan(without(GPTQ, "sym") | changes).layout.symmetric is symmetric
+
+
+def test_modules_of_a_block_that_are_not_listed_are_float() -> None:
+    listed = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]]
+    layouts = plan(GPTQ | {"modules_in_block_to_quantize": listed})
+    for name, packed in (("self_attn.q_proj", True), ("self_attn.o_proj", False), ("mlp.down_proj", True)):
+        assert (layouts.for_module(f"model.layers.3.{name}") is not None) is packed
+    assert layouts.for_module("model.layers.3.other_mlp.down_proj") is None
+
+
+@pytest.mark.parametrize("listed", [7, [], [["self_attn.q_proj", 7]], {"a": 1}])
+def test_a_list_of_packed_modules_that_is_none_is_refused(listed: Any) -> None:
+    assert problem(GPTQ, modules_in_block_to_quantize=listed).where.endswith(".modules_in_block_to_quantize")
+
+
+@pytest.mark.parametrize(
     ("changes", "permuted"),
     [
         ({}, False),

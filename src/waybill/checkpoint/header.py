@@ -133,7 +133,18 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _is_unicode(name: str) -> bool:
+    """Whether a name can be written down: JSON can escape half a character."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorHeader:
+    if not name.isascii() and not _is_unicode(name):
+        raise ValueError(f"{name[:120]!r} is no Unicode name")
     if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name[:120]!r} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from waybill.errors import BadPattern
 
-Plain = Literal["exact", "subtree", "substring", "regex"]
-"""What a pattern without a marker means: this name; it and all below it; any name containing it; an expression."""
+Plain = Literal["exact", "subtree", "ending", "substring", "regex"]
+"""What a pattern without a marker means: this name; it and all below it; any path ending in it; any name containing it;
+an expression."""
 Anchor = Literal["full", "start", "search"]
 """Where an expression must match: the whole name, from its start, anywhere."""
 
@@ -22,24 +23,32 @@ class Matcher:
 
     def __init__(self, patterns: Sequence[str], *, plain: Plain, anchor: Anchor, marker: str, where: str) -> None:
         self.patterns = tuple(patterns)
+        self.field = where.rpartition(".")[2]
+        """The metadata's name for the list."""
         self._plain = plain
         self._literals: dict[str, list[int]] = {}
         expressions: list[tuple[int, str]] = []
+        substrings: list[tuple[int, str]] = []
         for index, pattern in enumerate(self.patterns):
             if marker and pattern.startswith(marker):
                 expressions.append((index, pattern.removeprefix(marker)))
             elif plain == "regex":
                 expressions.append((index, pattern))
+            elif plain == "substring":
+                substrings.append((index, _escaped(pattern)))
             else:
                 self._literals.setdefault(pattern, []).append(index)
-        self._set = _compile(expressions, anchor, where) if expressions else None
-        self._numbers = [index for index, _ in expressions]
+        self._sets = [
+            (_compile(given, how, where), [index for index, _ in given])
+            for given, how in ((expressions, anchor), (substrings, "search"))
+            if given
+        ]
 
     def matches(self, name: str) -> list[int]:
         """The positions of every pattern that selects `name`, in file order."""
         found = [index for key in self._keys(name) for index in self._literals.get(key, ())]
-        if self._set is not None:
-            found += [self._numbers[i] for i in self._set.Match(name) or ()]
+        for together, numbers in self._sets:
+            found += [numbers[i] for i in together.Match(name) or ()]
         return sorted(found)
 
     def first(self, name: str) -> int | None:
@@ -49,12 +58,17 @@ class Matcher:
     def _keys(self, name: str) -> Iterable[str]:
         if not self._literals:
             return ()
-        if self._plain == "substring":
-            return [literal for literal in self._literals if literal in name]
         if self._plain == "exact":
             return (name,)
         segments = name.split(".")
+        if self._plain == "ending":
+            return [".".join(segments[start:]) for start in range(len(segments))]
         return [".".join(segments[:end]) for end in range(1, len(segments) + 1)]
+
+
+def _escaped(literal: str) -> str:
+    """An expression for exactly this text."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in literal)
 
 
 def _compile(expressions: list[tuple[int, str]], anchor: Anchor, where: str) -> Any:
@@ -83,6 +97,11 @@ def _compile(expressions: list[tuple[int, str]], anchor: Anchor, where: str) -> 
 def module_paths(patterns: Sequence[str], where: str) -> Matcher:
     """GPTQ and AWQ exclusions and component plans: a path and all below it; `re:` matches the whole name."""
     return Matcher(patterns, plain="subtree", anchor="full", marker="re:", where=where)
+
+
+def block_members(patterns: Sequence[str], where: str) -> Matcher:
+    """GPTQ's modules_in_block_to_quantize: paths relative to whatever block they stand in."""
+    return Matcher(patterns, plain="ending", anchor="full", marker="", where=where)
 
 
 def olive_exclusions(patterns: Sequence[str], where: str) -> Matcher:

@@ -12,6 +12,7 @@ from waybill.config.fields import Fields
 from waybill.config.match import (
     Matcher,
     auto_round_search,
+    block_members,
     gptq_dynamic,
     module_paths,
     olive_exclusions,
@@ -155,11 +156,10 @@ def _gptq(fields: Fields) -> ComponentQuantizationPlan:
     meta = fields.raw.get("meta")
     if static is None and isinstance(meta, Mapping):
         static = meta.get("static_groups")
-    symmetric = fields.boolean("sym") if fields.stated("sym") else True
     layout = _layout(
         fields,
         "gptq",
-        symmetric,
+        _gptq_symmetric(fields),
         zero_offset=form == "gptq",
         desc_act=fields.boolean("desc_act") and static is not True,
     )
@@ -173,8 +173,43 @@ def _gptq(fields: Fields) -> ComponentQuantizationPlan:
         modules_to_not_convert=_exclusions(fields),
         overrides=gptq_dynamic(patterns, f"{fields.where}.dynamic"),
         override_values=tuple(values),
+        within=_block_members(fields),
         heads={"head": fields.boolean("lm_head")},
     )
+
+
+def _gptq_symmetric(fields: Fields) -> bool:
+    """`sym`, or the opposite of `zero_point`, its older name; true when neither is stated."""
+    if fields.stated("sym") or not fields.stated("zero_point"):
+        return fields.boolean("sym") if fields.stated("sym") else True
+    return not fields.boolean("zero_point")
+
+
+def _block_members(fields: Fields) -> Matcher | None:
+    """modules_in_block_to_quantize: lists of paths, in the order they were quantized; modules not listed are float."""
+    key = "modules_in_block_to_quantize"
+    stated = fields.raw.get(key)
+    if stated is None:
+        return None
+    flat = (
+        [name for part in stated for name in (part if isinstance(part, list) else [part])]
+        if isinstance(stated, list)
+        else [stated]
+    )
+    if not flat or not all(isinstance(name, str) for name in flat):
+        found, fix = repr(stated)[:120], "state the list as the producer wrote it, or remove it when all are packed"
+        expected = "a list of lists of module paths"
+        fields.problems.append(
+            BadConfig(
+                "the list of packed modules cannot be read",
+                where=f"{fields.where}.{key}",
+                expected=expected,
+                found=found,
+                fix=fix,
+            )
+        )
+        return None
+    return block_members(flat, f"{fields.where}.{key}")
 
 
 def _awq(fields: Fields) -> ComponentQuantizationPlan:
@@ -244,7 +279,7 @@ def _auto_round(fields: Fields) -> ComponentQuantizationPlan:
         overrides=auto_round_search(list(extra), f"{fields.where}.extra_config"),
         override_values=tuple(changes),
         exact_overrides=dict(zip(extra, changes, strict=True)),
-        within=module_paths(within, fields.where) if within else None,
+        within=module_paths(within, f"{fields.where}.block_name_to_quantize") if within else None,
         heads={},
     )
 

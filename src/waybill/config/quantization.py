@@ -82,9 +82,9 @@ class ComponentQuantizationPlan:
         return "the model-wide layout"
 
     def patterns(self) -> list[tuple[str, Matcher]]:
-        """Every list of patterns with its name, for counting hits."""
-        lists = [("modules_to_not_convert", self.modules_to_not_convert), ("overrides", self.overrides)]
-        return [*lists, ("blocks", self.within)] if self.within is not None else lists
+        """Every list of patterns with the metadata's name for it, for counting hits."""
+        lists = (self.modules_to_not_convert, self.overrides, self.within)
+        return [(matcher.field, matcher) for matcher in lists if matcher is not None]
 
 
 @dataclass(frozen=True, slots=True)

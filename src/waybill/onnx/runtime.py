@@ -160,7 +160,7 @@ def _onnxruntime() -> Any:
     except ImportError as error:
         raise BadPackage(
             "a package needs onnxruntime to run",
-            expected="onnxruntime 1.22 or newer",
+            expected="onnxruntime 1.32 or newer",
             found=str(error),
             fix="pip install 'waybill[onnx]'",
         ) from None
