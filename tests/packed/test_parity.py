@@ -254,11 +254,16 @@ def wide() -> Recipe:
 def resident(model: CausalLM) -> dict[int, torch.Tensor]:
     """Every tensor a layer holds, private ones included, by place in memory."""
     found: dict[int, torch.Tensor] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                look(item)
+
     for op in [model, *model.descendants()]:
-        for value in vars(op).values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(item, torch.Tensor):
-                    found[item.data_ptr()] = item
+        look(list(vars(op).values()))
     return found
 
 
@@ -276,9 +281,18 @@ def test_no_float_copy_of_a_packed_weight_stays_resident(dtype: str, scheme: Sch
     assert {tuple(t.shape) for t in held if t.is_floating_point() and t.numel() > 4096} <= floats
 
 
-@pytest.mark.parametrize("scheme", [Scheme("gptq"), Scheme("awq", group=64), Scheme("olive", symmetric=True)], ids=str)
+KERNELS = [
+    Scheme("gptq"),
+    Scheme("awq", group=64),
+    Scheme("olive", symmetric=True),
+    Scheme("olive", bits=8),
+    Scheme("gptq_v2", bits=8, group=-1, symmetric=True),
+]
+
+
+@pytest.mark.parametrize("scheme", KERNELS, ids=str)
 @torch.inference_mode()
-def test_the_4_bit_kernel_rounds_no_more_than_bfloat16_does(scheme: Scheme, tmp_path: Path) -> None:
+def test_a_kernel_rounds_no_more_than_bfloat16_does(scheme: Scheme, tmp_path: Path) -> None:
     twins = pack(wide(), scheme)
     twins.packed.write(tmp_path / "packed")
     exact = waybill.load(tmp_path / "packed", dtype="float32")
@@ -293,9 +307,10 @@ def test_the_4_bit_kernel_rounds_no_more_than_bfloat16_does(scheme: Scheme, tmp_
         x = torch.randn(5, columns, generator=random).to(torch.bfloat16)
         want = theirs.product(x.float())
         scales = theirs.scales.float().repeat_interleave(theirs._packing.group, 1)
-        # (code - 8) · scale + offset: scale and offset are rounded to 8 significant bits each, the weight at most
-        # once more, and the product once. Codes and zero points are at most 8 from 8.
-        bound = (x.float().abs() @ (3 * 8 * scales).T + want.abs()) / 256
+        # (code - middle) · scale + offset: scale and offset are rounded to 8 significant bits each, the weight or a
+        # group's sum at most once more, and the product once. Codes and zero points are at most `middle` from it.
+        middle = 1 << (scheme.bits - 1)
+        bound = (x.float().abs() @ (3 * middle * scales).T + want.abs()) / 256
         assert ((ours.product(x).float() - want).abs() <= bound).all()
     assert prepared == 8
 

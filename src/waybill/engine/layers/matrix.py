@@ -9,15 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from waybill.engine.layers.base import BaseOP, Parameters
+from waybill.engine.layers.kernels import BLOCK_ELEMENTS, Kernel, fields, make_kernel
 from waybill.plan.parameter import Packing, part_name
-
-BLOCK_ELEMENTS = 1 << 20
-"""Elements unpacked at a time: a few megabytes, inside the outer cache."""
-KERNEL_GROUPS = (32, 64, 128, 256)
-"""Group sizes of PyTorch's 4-bit CPU kernel."""
-KERNEL_ROWS = 64
-"""Rows in the kernel's widest block; narrower ones divide it."""
-
 
 FEW_ROWS = 16
 """Rows of input up to which a product is bound by reading the weight."""
@@ -62,8 +55,8 @@ class FloatMatrix(Matrix):
 class PackedMatrix(Matrix):
     """W as codes U8 [N, G, B], scales [N, G] and perhaps zero_points U8 [N, G]; never resident as floats.
 
-    Where PyTorch's 4-bit kernel fits (bfloat16 on the CPU), `prepare` rearranges the weight for it once; elsewhere
-    blocks of rows are unpacked, multiplied and forgotten.
+    Where one of PyTorch's kernels fits, `prepare` rearranges the weight for it once; elsewhere blocks of rows are
+    unpacked, multiplied and forgotten. A bank [E, N, K] is a matrix for each expert.
     """
 
     def __init__(self, parameters: Parameters, name: str, packing: Packing) -> None:
@@ -74,15 +67,12 @@ class PackedMatrix(Matrix):
         self._packing = packing
         self._in_features = parameters.in_features(name)
         self._dtype = torch.get_default_dtype()
-        self._kernel: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kernels: list[Kernel] = []
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:
         """By the kernel if prepared, else block by block."""
-        if self._kernel is not None:
-            weight, scales_and_zeros = self._kernel
-            group = self._packing.group
-            out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, weight, group, scales_and_zeros)
-            return out
+        if self._kernels:
+            return self._kernels[0].product(x_TK)
         return blockwise(x_TK, self.codes, self.scales, getattr(self, "zero_points", None), self._packing.bits)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -92,48 +82,30 @@ class PackedMatrix(Matrix):
         return rows[:, : self._in_features]
 
     def expert(self, index: int, x_TK: torch.Tensor) -> torch.Tensor:
-        """The product with one matrix of a bank [E, N, K]."""
+        """The product with one matrix of a bank."""
+        if self._kernels:
+            return self._kernels[index].product(x_TK)
         zeros = self.zero_points[index] if self._packing.zero_points else None
         return blockwise(x_TK, self.codes[index], self.scales[index], zeros, self._packing.bits)
 
-    def prepare(self) -> None:
-        """Rearrange for the kernel where it fits; the canonical tensors are given up, so nothing is held twice."""
+    def prepare(self, *, keep: bool = False) -> None:
+        """Rearrange for a kernel where one fits. The canonical tensors are given up, so nothing is held twice, unless
+        they are to `keep`: rows of a table that also is the head are looked up in them."""
         packing = self._packing
-        fits = (
-            packing.bits == 4
-            and packing.group in KERNEL_GROUPS
-            and self._dtype == torch.bfloat16
-            and self.codes.device.type == "cpu"
-            and self.codes.dim() == 3
-            and self.codes.shape[0] % 16 == 0
-            and self._in_features == self.codes.shape[1] * packing.group
-        )
-        if not fits:
+        zeros = self.zero_points if packing.zero_points else None
+        bank = self.codes.dim() == 4
+        for index in range(len(self.codes)) if bank else (...,):
+            own = None if zeros is None else zeros[index]
+            codes, scales = self.codes[index], self.scales[index]
+            kernel = make_kernel(codes, scales, own, packing, self._in_features, self._dtype)
+            if kernel is None:
+                return
+            self._kernels.append(kernel)
+        if keep:
             return
-        weight = _kernel_form(self.codes)
-        scales = self.scales.float()
-        zeros = self.zero_points.float() if packing.zero_points else torch.full_like(scales, 8.0)
-        # The kernel computes (code - 8) · scale + offset.
-        offsets = (8.0 - zeros) * scales
-        pair = torch.stack((scales, offsets), dim=-1).to(torch.bfloat16).transpose(0, 1).contiguous()
-        self._kernel = weight, pair
         del self.codes, self.scales
         if packing.zero_points:
             del self.zero_points
-
-
-def _kernel_form(codes_NGB: torch.Tensor) -> torch.Tensor:
-    """Codes as PyTorch's kernel wants them, U8 [N, K/2]; rows are rearranged within the kernel's blocks only.
-
-    Unpacked to int32 a few blocks at a time: what lies between is small, and the holes it leaves in the heap too.
-    """
-    out = codes_NGB.new_empty(codes_NGB.shape[0], codes_NGB.shape[1] * codes_NGB.shape[2])
-    rows = max(BLOCK_ELEMENTS // (2 * out.shape[1]) // KERNEL_ROWS, 1) * KERNEL_ROWS
-    for start in range(0, out.shape[0], rows):
-        block = slice(start, start + rows)
-        fields = _fields(codes_NGB[block], 4).flatten(1).to(torch.int32)
-        out[block] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(fields, 1)
-    return out
 
 
 def blockwise(
@@ -163,18 +135,9 @@ def unpacked(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """(code - zero) · scale as [N, G·group]: exact in float32, rounded once to another dtype."""
-    fields = _fields(codes_NGB, bits).float()
+    codes = fields(codes_NGB, bits).float()
     zeros = float(1 << (bits - 1)) if zeros_NG is None else zeros_NG[..., None].float()
-    return ((fields - zeros) * scales_NG[..., None].float()).flatten(-2).to(dtype)
-
-
-def _fields(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """U8 [..., B] to U8 [..., B·8/bits], the first field in the low bits."""
-    if bits == 8:
-        return codes
-    mask = (1 << bits) - 1
-    fields = [(codes >> shift) & mask for shift in range(0, 8, bits)]
-    return torch.stack(fields, dim=-1).flatten(-2)
+    return ((codes - zeros) * scales_NG[..., None].float()).flatten(-2).to(dtype)
 
 
 def make_matrix(parameters: Parameters, name: str) -> FloatMatrix | PackedMatrix:

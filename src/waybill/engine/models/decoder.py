@@ -97,6 +97,7 @@ class CausalLM(BaseOP):
 
     def prepare(self) -> None:
         """Give packed weights the form their products are computed from; once, after loading."""
+        table = self.model.embed_tokens.matrix  # looked up in, and multiplied by where it is the head
         for op in self.descendants():
-            if isinstance(op, PackedMatrix) and op is not self.model.embed_tokens.matrix:  # which is looked up in
-                op.prepare()
+            if isinstance(op, PackedMatrix) and (op is not table or self.lm_head.is_tied):
+                op.prepare(keep=op is table)
