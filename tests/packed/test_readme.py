@@ -1,0 +1,123 @@
+"""README's table of packed formats: every cell is a checkpoint that loads, or one that is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import waybill
+from checkpoints import Recipe, lively, llama, qwen3_moe
+from packing import Scheme, pack
+from waybill.errors import WaybillError
+
+README = Path(__file__).parents[2] / "README.md"
+DOWN = "model.layers.0.mlp.down_proj"
+LISTED = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+]
+Make = Callable[[], Recipe]
+
+
+def packed(scheme: Scheme, **options: object) -> Make:
+    return lambda: pack(lively(llama(np.float32)), scheme, **options).packed  # type: ignore[arg-type]
+
+
+def stating(make: Make, **changes: object) -> Make:
+    """The same checkpoint with other metadata."""
+
+    def changed() -> Recipe:
+        recipe = make()
+        recipe.config["quantization_config"] |= changes
+        return recipe
+
+    return changed
+
+
+def some_modules_listed() -> Recipe:
+    downs = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    recipe = packed(Scheme("gptq"), keep=downs)()
+    recipe.config["quantization_config"] |= {"modules_in_block_to_quantize": [LISTED], "dynamic": {}}
+    return recipe
+
+
+GPTQ, AWQ, OLIVE, AUTO_ROUND = (Scheme(form) for form in ("gptq", "awq", "olive", "auto_round"))
+READ: dict[tuple[str, str], Make] = {
+    ("GPTQModel, AutoGPTQ", "`gptq`"): packed(GPTQ),
+    ("GPTQModel, AutoGPTQ", "`gptq_v2`"): packed(Scheme("gptq_v2")),
+    ("GPTQModel, AutoGPTQ", "2 bits"): packed(Scheme("gptq", bits=2)),
+    ("GPTQModel, AutoGPTQ", "4 bits"): packed(Scheme("gptq", bits=4)),
+    ("GPTQModel, AutoGPTQ", "8 bits"): packed(Scheme("gptq", bits=8)),
+    ("GPTQModel, AutoGPTQ", "groups of 16"): packed(Scheme("gptq", group=16)),
+    ("GPTQModel, AutoGPTQ", "group −1"): packed(Scheme("gptq", group=-1)),
+    ("GPTQModel, AutoGPTQ", "asymmetric"): packed(Scheme("gptq", symmetric=False)),
+    ("GPTQModel, AutoGPTQ", "`dynamic` rules"): packed(GPTQ, overrides={DOWN: {"bits": 8}}),
+    ("GPTQModel, AutoGPTQ", "`modules_in_block_to_quantize`"): some_modules_listed,
+    ("AutoAWQ", "`gemm`"): packed(AWQ),
+    ("AutoAWQ", "`modules_to_not_convert`"): packed(AWQ, keep=[DOWN]),
+    ("Olive", "`.qweight` names"): packed(Scheme("olive_dotted")),
+    ("Olive", "`_qweight` names"): packed(OLIVE),
+    ("Olive", "2 bits"): packed(Scheme("olive", bits=2)),
+    ("Olive", "4 bits"): packed(Scheme("olive", bits=4)),
+    ("Olive", "8 bits"): packed(Scheme("olive", bits=8)),
+    ("Olive", "packed embeddings"): packed(OLIVE, table=True),
+    ("Olive", "packed heads"): packed(OLIVE, head=True),
+    ("Olive", "tied packed tables"): packed(OLIVE, table=True, head=True, tie=True),
+    ("Olive", "expert banks"): lambda: pack(lively(qwen3_moe(np.float32, banks=True)), OLIVE).packed,
+    ("Olive", "`overrides`"): packed(OLIVE, overrides={DOWN: {"bits": 8}}),
+    ("auto-round", "its GPTQ form"): packed(AUTO_ROUND),
+    ("auto-round", "its AWQ form"): stating(
+        packed(AWQ), quant_method="auto-round", packing_format="auto_round:auto_awq", sym=False
+    ),
+    ("auto-round", "`extra_config`"): packed(AUTO_ROUND, overrides={DOWN: {"bits": 8}}),
+}
+REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
+    ("GPTQModel, AutoGPTQ", "act-order"): (stating(packed(GPTQ), desc_act=True), "act-order", "desc_act"),
+    ("GPTQModel, AutoGPTQ", "Marlin"): (
+        stating(packed(GPTQ), checkpoint_format="marlin"), "unsupported-quantization", "marlin",
+    ),
+    ("GPTQModel, AutoGPTQ", "3 bits"): (stating(packed(GPTQ), bits=3), "unsupported-quantization", "3 bits"),
+    ("AutoAWQ", "`gemv`"): (stating(packed(AWQ), version="gemv"), "unsupported-quantization", "gemv"),
+    ("AutoAWQ", "`gemv_fast`"): (stating(packed(AWQ), version="gemv_fast"), "unsupported-quantization", "gemv_fast"),
+    ("AutoAWQ", "llm-awq"): (stating(packed(AWQ), backend="llm-awq"), "unsupported-quantization", "llm-awq"),
+    ("Olive", "one scale for a whole tensor"): (stating(packed(OLIVE), group_size=0), "packing-mismatch", "qweight"),
+    ("auto-round", "3 bits"): (stating(packed(AUTO_ROUND), bits=3), "unsupported-quantization", "3 bits"),
+    ("auto-round", "other packing formats"): (
+        stating(packed(AUTO_ROUND), packing_format="auto_round:mlx"), "unsupported-quantization", "auto_round:mlx",
+    ),
+}  # fmt: skip
+
+
+def cells() -> Iterator[tuple[str, list[str], list[str]]]:
+    table = README.read_text("utf-8").partition("| written by | read | refused by name |\n")[2].partition("\n\n")[0]
+    for line in table.splitlines()[1:]:
+        writer, read, refused = (cell.strip() for cell in line.strip("|").split("|"))
+        yield writer, re.split(r";\s*", read), re.split(r";\s*", refused)
+
+
+def test_the_table_says_what_is_tested_and_nothing_else() -> None:
+    assert [(writer, cell) for writer, read, _ in cells() for cell in read] == list(READ)
+    assert [(writer, cell) for writer, _, refused in cells() for cell in refused] == list(REFUSED)
+
+
+@pytest.mark.parametrize("cell", READ, ids=" ".join)
+def test_what_is_read_loads_and_stays_packed(cell: tuple[str, str], tmp_path: Path) -> None:
+    model = waybill.load(READ[cell]().write(tmp_path), dtype="float32")
+    assert any(name.endswith(".codes") for name in model.state_dict())
+
+
+@pytest.mark.parametrize("cell", REFUSED, ids=" ".join)
+def test_what_is_refused_is_named(cell: tuple[str, str], tmp_path: Path) -> None:
+    make, code, word = REFUSED[cell]
+    with pytest.raises(WaybillError) as refused:
+        waybill.load(make().write(tmp_path))
+    assert f"[{code}]" in str(refused.value)
+    assert word in str(refused.value)
