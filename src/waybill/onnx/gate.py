@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -86,7 +86,7 @@ def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
         taken.add(name)
         binding = bindings.get(name)
         found = "nothing" if binding is None else f"{binding.dtype}{list(binding.shape)}"
-        if binding is None or IR_DTYPES[binding.dtype] != need.dtype or binding.nbytes != need_bytes(need):
+        if binding is None or IR_DTYPES[binding.dtype] != need.dtype or not _regrouped(binding.shape, need.shape):
             problems.append(
                 UnboundParameter(
                     "a node needs an initializer that the plan does not bring",
@@ -110,6 +110,13 @@ def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
     return problems
 
 
-def need_bytes(need: Need) -> int:
-    """Bytes of an initializer."""
-    return math.prod(need.shape) * need.dtype.bitwidth // 8
+def _regrouped(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether axes of `shape` that stand beside each other make up those of `wanted`: the same bytes in order."""
+    left = list(shape)
+    for length in wanted:
+        joined = 1
+        while left and (joined < length or left[0] == 1):
+            joined *= left.pop(0)
+        if joined != length:
+            return False
+    return not left
