@@ -175,3 +175,14 @@ def test_experts_whose_groups_a_cut_would_split_are_refused_too(form: str, tmp_p
     assert f"{LAYER}.mlp.experts.down_proj" in problem.where
     assert "K 32, group 16, 4 ranks" in problem.found
     assert "at most 2 ranks" in problem.expected
+
+
+@pytest.mark.parametrize("form", ["gptq", "olive"])
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_short_last_group_is_no_cut(form: str, group: int, tmp_path: Path) -> None:
+    recipe = lively(qwen3_moe(np.float32, moe_intermediate_size=40))
+    folder = pack(recipe, Scheme(form, group=group)).packed.write(tmp_path)
+    shapes = {binding.target: binding.shape for binding in waybill.plan(folder).bindings}
+    assert shapes["model.layers.0.mlp.experts.down_proj.scales"] == (4, 64, -(-40 // group))
+    (problem,) = waybill.plan(folder, tp=2).problems
+    assert (problem.code, problem.fix) == ("illegal-tp", "use --tp 1")

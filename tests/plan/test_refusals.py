@@ -171,7 +171,7 @@ def test_a_bias_without_a_slot_is_refused(tmp_path: Path, recipe: Callable[[], R
 )
 def test_no_name_is_strange_enough_for_a_traceback(tmp_path: Path, tensor: str) -> None:
     found = problem(with_tensors(llama(), **{tensor: zeros(1)}), tmp_path)
-    assert found.code == "unclaimed-weight"
+    assert found.code == ("bad-header" if "\ud800" in tensor else "unclaimed-weight")
     assert "\x1b" not in str(found)
     assert str(found).encode()
 

@@ -15,7 +15,6 @@ from waybill.cli.answers import Request, answer
 from waybill.cli.progress import Progress
 from waybill.cli.render import write_problems
 from waybill.errors import BadOption, BadRequest
-from waybill.onnx.folder import is_package
 from waybill.text.request import Sampling, check_request
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def generate(
     Example: waybill generate ./SmolLM2-135M-Instruct --chat --prompt "What is a waybill?" -n 64
     """
     # Heavy imports wait until usage errors have been found.
+    from waybill.onnx.folder import is_package
+
     prompts = _prompts(prompt, prompts_file)
     request = Request(
         prompts=prompts,

@@ -169,12 +169,13 @@ class _Writer:
     def binding(self, name: str, binding: Binding) -> str:
         """One initializer: linked, copied inside the kernel, or made piece by piece."""
         place = self.layout.places[name]
-        if name in self.layout.linked:
+        whole = binding.role == "scales"  # few, and looked at as a whole
+        linked = name in self.layout.linked
+        if linked and not whole:
             return self._digest_linked(place)
-        if binding.is_direct and self._copied(binding, place):
+        if not whole and binding.is_direct and self._copied(binding, place):
             return self._digest(self.descriptor, place)
         digest = hashlib.sha256()
-        whole = binding.role == "scales"  # looked at as a whole
         parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
         for at, part in parts:
             made = fill(binding, part, self.reader)
@@ -182,7 +183,8 @@ class _Writer:
                 raise found
             octets = memoryview(made)  # type: ignore[arg-type]
             digest.update(octets)
-            _write(self.descriptor, octets, place.offset + at)
+            if not linked:
+                _write(self.descriptor, octets, place.offset + at)
             self.progress(len(octets))
         return digest.hexdigest()
 

@@ -84,8 +84,8 @@ class _Decoder:
         cos, sin = rotary_tables(self.config.rotary_config)
         dtype = NUMPY_DTYPES[self.dtype]
         return (
-            self.graph.table("cos_cache", cos.astype(dtype), self.dtype),
-            self.graph.table("sin_cache", sin.astype(dtype), self.dtype),
+            self.graph.table("cos_cache", cos.astype(dtype, copy=False), self.dtype),
+            self.graph.table("sin_cache", sin.astype(dtype, copy=False), self.dtype),
         )
 
     def _attention(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import onnx_ir as ir
 
@@ -12,6 +14,7 @@ from waybill.errors import UnboundParameter, WaybillError, some
 from waybill.onnx.graph import IR_DTYPES, Graph
 from waybill.plan import Binding
 
+TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
 ROWS = ".rows"
 """A packed table used twice: as rows of bytes under this name, and in blocks under its own. Both are the same bytes."""
 
@@ -86,12 +89,12 @@ def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
         taken.add(name)
         binding = bindings.get(name)
         found = "nothing" if binding is None else f"{binding.dtype}{list(binding.shape)}"
-        if binding is None or IR_DTYPES[binding.dtype] != need.dtype or not _regrouped(binding.shape, need.shape):
+        if binding is None or IR_DTYPES[binding.dtype] != need.dtype or not _joins(binding.shape, need.shape):
             problems.append(
                 UnboundParameter(
                     "a node needs an initializer that the plan does not bring",
                     where=f"{need.name}, for {need.node}",
-                    expected=f"{need.dtype.name}{list(need.shape)}",
+                    expected=f"{TAGS[need.dtype]}{list(need.shape)}",
                     found=found,
                     fix="report this: graph and plan come from one declaration and should agree",
                 )
@@ -110,13 +113,7 @@ def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
     return problems
 
 
-def _regrouped(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether axes of `shape` that stand beside each other make up those of `wanted`: the same bytes in order."""
-    left = list(shape)
-    for length in wanted:
-        joined = 1
-        while left and (joined < length or left[0] == 1):
-            joined *= left.pop(0)
-        if joined != length:
-            return False
-    return not left
+def _joins(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether `shape` becomes `wanted` by joining neighbouring axes: the same bytes, and the same rows."""
+    ends, wanted_ends = (tuple(accumulate(each, mul)) for each in (shape, wanted))
+    return ends[-1:] == wanted_ends[-1:] and set(wanted_ends) <= set(ends)

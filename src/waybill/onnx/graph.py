@@ -36,6 +36,7 @@ class Graph:
     parameters: dict[str, ir.Value] = field(default_factory=dict)
     tables: dict[str, Array] = field(default_factory=dict)
     _constants: dict[str, ir.Value] = field(default_factory=dict)
+    _finished: ir.Graph | None = None
 
     def input(self, name: str, dtype: str, shape: Sequence[Dim]) -> ir.Value:
         """A graph input."""
@@ -84,18 +85,19 @@ class Graph:
         return self.node(name, operator, *inputs, domain=domain, **attributes)[0]
 
     def finish(self, name: str, tensors: dict[str, ir.TensorProtocol]) -> ir.Model:
-        """The model, with a tensor for every parameter."""
+        """The model, with a tensor for every parameter. A second time, with other tensors, it is the same model."""
         for parameter, value in self.parameters.items():
             value.const_value = tensors[parameter]
-        graph = ir.Graph(
-            self.inputs,
-            self.outputs,
-            nodes=self.nodes,
-            initializers=[*self._constants.values(), *self.parameters.values()],
-            opset_imports=OPSETS,
-            name=name,
-        )
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="waybill")
+        if self._finished is None:  # nodes belong to one graph
+            self._finished = ir.Graph(
+                self.inputs,
+                self.outputs,
+                nodes=self.nodes,
+                initializers=[*self._constants.values(), *self.parameters.values()],
+                opset_imports=OPSETS,
+                name=name,
+            )
+        return ir.Model(self._finished, ir_version=IR_VERSION, producer_name="waybill")
 
 
 def _value(name: str, dtype: str, shape: Sequence[Dim]) -> ir.Value:

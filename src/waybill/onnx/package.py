@@ -81,7 +81,8 @@ class ModelPackage(Mapping[str, Component]):
     @property
     def nbytes(self) -> int:
         """Bytes of all initializers."""
-        return sum(b.nbytes for component in self.values() for b in component.bindings.values())
+        brought = sum(binding.nbytes for component in self.values() for binding in component.bindings.values())
+        return brought + sum(table.nbytes for component in self.values() for table in component.graph.tables.values())
 
     def save(
         self,

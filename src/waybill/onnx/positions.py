@@ -38,4 +38,8 @@ def rotary_tables(config: RotaryConfig) -> tuple[Array, Array]:
     """cos and sin, float32 [positions, rotary_dim / 2]. Angles are float32 too: so models were trained."""
     frequencies, factor = config.frequencies()
     angles = np.arange(config.max_position, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
-    return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)
+    cos = np.cos(angles)
+    sin = np.sin(angles, out=angles)
+    cos *= np.float32(factor)
+    sin *= np.float32(factor)
+    return cos, sin

@@ -10,9 +10,10 @@ from typing import Any
 
 from waybill.config import ModelConfig
 from waybill.errors import UnsupportedByRuntime, WaybillError
-from waybill.plan.parameter import ParameterSpec
+from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
 """Bits of an expert's two banks that QMoE has attributes for."""
 
@@ -21,11 +22,13 @@ def obstacles(
     ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str
 ) -> Iterator[tuple[str, str, str]]:
     """(where, what it can run, what the package would ask of it); nothing when it can run the package."""
-    widths = {
-        (up.packing.bits, down.packing.bits): up.name
-        for up, down in _banks(specs)
-        if up.packing is not None and down.packing is not None
-    }
+    widths: dict[tuple[int, int], str] = {}
+    for first, second in _banks(specs):
+        if first.packing is not None and second.packing is not None:
+            widths.setdefault((first.packing.bits, second.packing.bits), first.name)
+    blocks = {spec.packing.group: spec.name for spec in reversed(specs) if spec.packing is not None}
+    if blocks and (least := min(blocks)) < SMALLEST_GROUP:
+        yield blocks[least], f"blocks of at least {SMALLEST_GROUP} that fill every row", f"blocks of {least}"
     if ep == "cpu":
         if dtype == "BF16":
             yield "dtype", "float32 or float16: its kernels know no bfloat16", "bfloat16"
@@ -56,16 +59,25 @@ def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Para
     return zip(banks[::2], banks[1::2], strict=True)
 
 
+def _another(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> str:
+    """The options of a provider that could run the package, if need be in another dtype; empty when none could."""
+    for name in PROVIDERS:
+        for label, tag in [("", dtype), *DTYPES.items()]:
+            if name != ep and not list(obstacles(name, config, specs, tag)):
+                return f"--ep {name}" + (f" --dtype {label}" if label else "")
+    return ""
+
+
 def refusals(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[WaybillError]:
     """What keeps the chosen provider from running the package, and what no provider could hold."""
-    others = [name for name in PROVIDERS if name != ep and not list(obstacles(name, config, specs, dtype))]
+    other = _another(ep, config, specs, dtype)
     for where, expected, found in obstacles(ep, config, specs, dtype):
         yield UnsupportedByRuntime(
             f"the {PROVIDERS[ep]} cannot run this package",
             where=where,
             expected=expected,
             found=found,
-            fix=f"export with --ep {others[0]}" if others else "choose another --dtype, or use the engine",
+            fix=f"export with {other}" if other else "use the engine, which runs it as it is",
         )
     for up, down in _banks(specs):
         if (up.packing is None) != (down.packing is None):

@@ -6,13 +6,13 @@ removed by the next one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from glob import escape
 from pathlib import Path
 
 from waybill.errors import CannotWrite, TargetExists
@@ -60,23 +60,22 @@ def publication(target: Path, *, overwrite: bool, nbytes: int) -> Iterator[Path]
     """
     target = target.parent.resolve() / target.name  # not resolved itself: a link to a package is the package's name
     require_free(target, overwrite=overwrite)
-    staging = target.parent / f".{target.name}.{os.getpid()}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        free = shutil.disk_usage(target.parent).free
-        if free < nbytes + SLACK:
-            raise CannotWrite(
-                "there is not enough free space",
-                where=str(target.parent),
-                expected=f"{nbytes + SLACK:,} bytes",
-                found=f"{free:,} bytes",
-                fix="free some space, or export to another disk; --link needs almost none",
-            )
-        staging.mkdir()
-        yield staging
-        _flush(staging)
-        _put_in_place(staging, target)
+        with _staging(target) as staging:
+            free = shutil.disk_usage(target.parent).free
+            if free < nbytes + SLACK:
+                raise CannotWrite(
+                    "there is not enough free space",
+                    where=str(target.parent),
+                    expected=f"{nbytes + SLACK:,} bytes",
+                    found=f"{free:,} bytes",
+                    fix="free some space, or export to another disk; --link needs almost none",
+                )
+            yield staging
+            _flush(staging)
+            require_free(target, overwrite=overwrite)  # another export may have been faster
+            _put_in_place(staging, target)
     except OSError as error:
         raise CannotWrite(
             "the package cannot be written",
@@ -85,16 +84,42 @@ def publication(target: Path, *, overwrite: bool, nbytes: int) -> Iterator[Path]
             found=error.strerror or str(error),
             fix="free some space, check permissions, or export to another disk",
         ) from error
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, removed in the end. It is locked while this process lives, so that one without
+    a lock is what an export left that was killed, here or in another container; those are removed first.
+    """
+    staging = target.parent / f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.partial"
+    with ExitStack() as held:
+        with _locked(target.parent):
+            for left in target.parent.glob(f".{escape(target.name)}.*.partial"):
+                with suppress(OSError), _locked(left, wait=False):
+                    _remove(left)
+            staging.mkdir()
+            held.callback(lambda: _remove(staging))
+            held.enter_context(_locked(staging))
+        yield staging
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError) if wait else nullcontext():  # where nothing can be locked, leftovers stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Folders of exports that no longer run."""
-    for left in target.parent.glob(f".{target.name}.*.partial"):
-        owner = re.fullmatch(r"\.(\d+)\.partial", left.name.removeprefix(f".{target.name}"))
-        if owner and not Path(f"/proc/{owner[1]}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+def _remove(path: Path) -> None:
+    """A folder and all that is in it, or a link to one."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
@@ -123,10 +148,10 @@ def _put_in_place(staging: Path, target: Path) -> None:
 def _exchange(one: Path, other: Path) -> None:
     """Swap two names atomically (renameat2 with RENAME_EXCHANGE); where that is not known, in two renames."""
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    with contextlib.suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError):
         if not ctypes.CDLL(None, use_errno=True).renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
             return
-    aside = one.with_name(f"{one.name}.old")
+    aside = one.with_name(f"{one.name.removesuffix('.partial')}.old.partial")
     other.rename(aside)
     one.rename(other)
     aside.rename(one)

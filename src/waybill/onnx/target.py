@@ -38,9 +38,10 @@ def onnx_parameters(
 
 def _block(spec: ParameterSpec) -> int:
     """The largest power of two that divides a packed weight's groups and that its operator takes."""
-    if spec.packing is None:
+    packing = spec.local_packing(1)  # as the plan refines it
+    if packing is None:
         raise ValueError(f"{spec.name} is not packed")
-    block = math.gcd(spec.packing.group, LARGEST_BLOCK[spec.packing.bits])
+    block = math.gcd(packing.group, LARGEST_BLOCK[packing.bits])
     whole_rows = spec.kind in ("embedding", "head", "experts")  # no short last block
     return math.gcd(block, spec.parts[0].shape[-1]) if whole_rows else block
 

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError, some
 from waybill.plan.diagnose import Slots, describe_packing
-from waybill.plan.parameter import ParameterSpec
+from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
 from waybill.weights import FloatWeight
-
-SMALLEST_GROUP = 16
-"""Elements of K a scale must cover at least."""
 
 
 def everything(
@@ -80,7 +77,7 @@ def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -
     """Row cuts that would leave groups too small to compute with; `legal` are the sizes the config allows."""
     packed = [spec for spec in specs if spec.packing is not None]
     small = next((spec for spec in packed if _smallest_group([spec], tp) < SMALLEST_GROUP), None)
-    if small is None or small.packing is None or tp not in legal:
+    if small is None or small.packing is None or tp == 1 or tp not in legal:
         return
     best = max(n for n in legal if n <= tp and _smallest_group(packed, n) >= SMALLEST_GROUP)
     yield IllegalParallelism(

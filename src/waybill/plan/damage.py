@@ -73,7 +73,8 @@ def non_finite(binding: Binding) -> NonFiniteWeight:
 
 def inexact_scales(stored: Array, made: Array, tile: Tile, binding: Binding) -> InexactScales | None:
     """Packed weights keep their values: a scale that is cast must come out the same number."""
-    changed = made.astype(np.float64) != stored.astype(np.float64)
+    before = stored.astype(np.float64)
+    changed = (made.astype(np.float64) != before) & ~np.isnan(before)  # NaN is another problem
     if not changed.any():
         return None
     value = float(stored[changed].flat[0])

@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+SMALLEST_GROUP = 16
+"""Elements of K a scale must cover at least."""
+
 Kind = Literal["linear", "router", "embedding", "head", "vector", "experts"]
 
 
@@ -111,7 +114,8 @@ class ParameterSpec:
         group = self.packing.group
         for part in self.parts:
             if part.shard is not None and part.shard.axis == len(part.shape) - 1:
-                group = math.gcd(group, part.shape[-1] // tp)
+                finer = math.gcd(group, part.shape[-1] // tp)
+                group = finer if tp > 1 or finer >= SMALLEST_GROUP else group  # uncut, the last may stay short
         return self.packing._replace(group=group)
 
     def tensors(self, rank: int, tp: int) -> dict[str, tuple[tuple[int, ...], str | None]]:

@@ -82,8 +82,7 @@ def make_plan(
     dtype = dtype or (config and config.dtype) or common_dtype(checkpoint)
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
     clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
-    routing, packings = Routing(), dict[str, Packing]()
-    bindings: list[Binding] = []
+    routing, packings, bindings = Routing(), dict[str, Packing](), list[Binding]()
     if config and clean:
         if obstacles := config.parallel_obstacles(tp):
             problems.append(_illegal(config, tp, obstacles))
