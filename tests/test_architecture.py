@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rules/tables",
         "weights",
     },
-    "overview": {"api", "blueprint", "checkpoint", "config", "errors", "plan"},
+    "overview": {"api", "blueprint", "checkpoint", "codecs", "config", "errors", "plan"},
     "waybill": {"api", "errors"},
     "cli": {"checkpoint", "engine", "engine/load", "errors", "onnx", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},

@@ -147,11 +147,15 @@ class _Blueprint:
                 yield ParameterSpec(name=f"{name}.bias", kind="vector", parts=(biases[name],))
 
     def _common(self, names: list[str]) -> Packing | None:
-        """The packing of a parameter made of several weights: the first's, with zero points when any has them."""
-        first = self.packings.get(names[0])
+        """The packing of a parameter made of several weights: the first's, with zero points when any has them.
+
+        A weight without one may be missing rather than float, so the first that has one speaks for all.
+        """
         alike = [packing for name in names if (packing := self.packings.get(name)) is not None]
+        if not alike:
+            return None
         zeros = any(packing.zero_points for packing in alike)
-        return first._replace(zero_points=zeros, symmetric=all(p.symmetric for p in alike)) if first else None
+        return alike[0]._replace(zero_points=zeros, symmetric=all(packing.symmetric for packing in alike))
 
     def _linear(self, path: str, part: Part) -> ParameterSpec:
         name = f"{path}.weight"

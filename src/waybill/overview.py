@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from waybill.api import plan
-from waybill.blueprint import HEAD
+from waybill.blueprint import HEAD, decoder_parameters
 from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
+from waybill.codecs.grouping import split_role
 from waybill.config import ModelConfig
 from waybill.errors import PackingMismatch
 from waybill.plan import Plan
+from waybill.plan.agreement import keeps_groups
 
 Size = Callable[[float], str]
 
@@ -90,7 +92,7 @@ class Report:
                 "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
                 "dtype": self.bill.dtype,
                 "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8),
-                "legal_tp": list(config.legal_tp_sizes()),
+                "legal_tp": _legal_tp(config, self.bill),
             }
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
         report["problems"] = [problem.as_dict() for problem in self.bill.problems]
@@ -133,7 +135,13 @@ class Report:
         if config:
             per_token = config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
             yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"
-            yield "legal TP", ", ".join(map(str, config.legal_tp_sizes()))
+            yield "legal TP", ", ".join(map(str, _legal_tp(config, self.bill)))
+
+
+def _legal_tp(config: ModelConfig, bill: Plan) -> list[int]:
+    """The numbers of ranks that heads and the groups of packed weights allow."""
+    specs = decoder_parameters(config, bill.packings)
+    return [size for size in config.legal_tp_sizes() if keeps_groups(specs, size)]
 
 
 def _plain(numbers: dict[str, Any]) -> str:
@@ -164,13 +172,15 @@ def _quantization(bill: Plan) -> dict[str, ComponentLayout]:
         for name, t in bill.checkpoint.tensors.items()
         if name.endswith(".weight") and len(t.shape) > 1
     ]
+    # As stored, so that patterns are counted where the metadata contradicts the disk, and nothing could be planned.
+    stored = {split[0].removesuffix(".weight") for name in bill.checkpoint.tensors if (split := split_role(name))}
+    names = [*stored, *plain]
     for name, plan_ in bill.manifest.plans.items():
         groups: dict[str, list[str]] = {}
         for module, packing in packed.items():
             groups.setdefault(f"{packing.bits}-bit, group {packing.group}", []).append(module)
         if plain:
             groups["float"] = plain
-        names = [*packed, *plain]
         patterns = []
         for where, matcher in plan_.patterns():
             hits = Counter(at for module in names for at in matcher.matches(module))

@@ -35,10 +35,21 @@ def difference(block: Mapping[str, Any], where: str, again: Mapping[str, Any], o
     for name, a in first.items():
         b = second.get(name)
         if a is not None and b is not None and a != b:
-            return f"{name}: {a!r} and {b!r}"
+            return f"{name}: {_short(a)} and {_short(b)}"
     return None
 
 
+def _short(value: Any) -> str:
+    """A value as it would be written, its beginning when it is long."""
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:160]}…"
+
+
+_COMPARED = (
+    "bits", "group_size", "zero_point", "desc_act", "lm_head", "embeds", "moe", "dynamic", "overrides", "extra_config",
+    "modules_to_not_convert", "modules_in_block_to_quantize", "block_name_to_quantize",
+)  # fmt: skip
+"""What decides how a weight is read, and is spelled one way."""
 _SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
 _FORMS = {
     "gptq": ("checkpoint_format", ("checkpoint_format", "format"), "gptq"),
@@ -56,7 +67,7 @@ def _form(block: Mapping[str, Any], method: str) -> str:
 def _stated(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What a place says, in one spelling."""
     method = _method(block, where)
-    out = {key: value for key, value in _aliased(block).items() if key in ("bits", "group_size", "zero_point")}
+    out = {key: value for key, value in _aliased(block).items() if key in _COMPARED}
     out["sym"] = block.get("sym", block.get("symmetric"))
     if method in _READERS:
         out["quant_method"] = method

@@ -76,10 +76,10 @@ def ties(specs: Sequence[ParameterSpec], slots: Mapping[str, Slots]) -> Iterator
 def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -> Iterator[WaybillError]:
     """Row cuts that would leave groups too small to compute with; `legal` are the sizes the config allows."""
     packed = [spec for spec in specs if spec.packing is not None]
-    small = next((spec for spec in packed if _smallest_group([spec], tp) < SMALLEST_GROUP), None)
+    small = next((spec for spec in packed if not keeps_groups([spec], tp)), None)
     if small is None or small.packing is None or tp == 1 or tp not in legal:
         return
-    best = max(n for n in legal if n <= tp and _smallest_group(packed, n) >= SMALLEST_GROUP)
+    best = max(n for n in legal if n <= tp and keeps_groups(packed, n))
     yield IllegalParallelism(
         "a packed weight cannot be cut into that many ranks",
         where=small.name,
@@ -89,8 +89,10 @@ def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -
     )
 
 
-def _smallest_group(specs: Sequence[ParameterSpec], tp: int) -> int:
-    return min((packing.group for spec in specs if (packing := spec.local_packing(tp)) is not None), default=1 << 30)
+def keeps_groups(specs: Sequence[ParameterSpec], tp: int) -> bool:
+    """Whether a cut into that many ranks leaves every packed weight groups that are large enough."""
+    packings = (spec.local_packing(tp) for spec in specs)
+    return all(packing is None or packing.group >= SMALLEST_GROUP for packing in packings)
 
 
 def notices(specs: Sequence[ParameterSpec], dtype: str | None) -> Iterator[str]:

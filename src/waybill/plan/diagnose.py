@@ -49,7 +49,7 @@ def everything(
     known = {spec.name: spec for spec in specs}
     left_over = strangers + [slot for name, place in slots.items() if name not in known for slot in place.values()]
     missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
-    if left_over and missing and (drift := _drift(left_over, specs, rules, checkpoint)):
+    if left_over and missing and (drift := _drift(left_over, specs, slots, rules)):
         return [drift]
     problems: list[WaybillError] = list(_missing(missing, config, rules))
     for spec in specs:
@@ -57,21 +57,17 @@ def everything(
             problems += _members(spec, slots[spec.name], checkpoint, rules)
             problems += _pieces(spec, slots[spec.name], checkpoint)
     problems += _experts([spec for spec in specs if spec.stack and spec.name in slots], slots, checkpoint)
-    problems += _unclaimed(left_over, config, specs, rules, checkpoint)
+    problems += _unclaimed(left_over, config, specs, rules)
     return problems
 
 
-def _places(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Names, then the files they lie in."""
-    return f"{some(names)} ({some(sorted({checkpoint.tensors[name].file for name in names}))})"
-
-
 def _drift(
-    left_over: list[WeightRecord], specs: Sequence[ParameterSpec], rules: RuleTable, checkpoint: Checkpoint
+    left_over: list[WeightRecord], specs: Sequence[ParameterSpec], slots: Mapping[str, Slots], rules: RuleTable
 ) -> WaybillError | None:
     """Whether one prefix, added or removed, would make every left-over name known."""
     wanted = {source for spec in specs for at in range(spec.stack or 1) for source in rules.sources_of(spec.name, at)}
-    known = {lift(source)[0] for source in wanted - checkpoint.tensors.keys()}
+    stored = {record.source_name for place in slots.values() for record in place.values()}
+    known = {lift(source)[0] for source in wanted - stored}
     names = [record.source_name for record in left_over]
     first = lift(names[0])[0]
     segments = first.split(".")
@@ -292,15 +288,14 @@ def _unclaimed(
     config: ModelConfig,
     specs: Sequence[ParameterSpec],
     rules: RuleTable,
-    checkpoint: Checkpoint,
 ) -> Iterator[WaybillError]:
-    """Stored tensors without a place, by form, with the nearest names that do have one."""
-    forms: dict[str, list[str]] = defaultdict(list)
+    """Stored weights without a place, by form, with the nearest names that do have one."""
+    forms: dict[str, dict[str, str]] = defaultdict(dict)
     for record in left_over:
-        if record.source_name not in forms[lift(record.source_name)[0]]:
-            forms[lift(record.source_name)[0]].append(record.source_name)
+        forms[lift(record.source_name)[0]][record.source_name] = record.file
     known = {lift(source)[0] for spec in specs for source in rules.sources_of(spec.name)} if forms else set()
-    for form, names in forms.items():
+    for form, files in forms.items():
+        names = list(files)
         layer = _layer_of(names[-1])
         if form in known and layer and layer[1] >= config.num_layers:
             found = f"layer {layer[1]}; num_hidden_layers is {config.num_layers}"
@@ -316,7 +311,7 @@ def _unclaimed(
             "a tensor has no place in the model"
             if len(names) == 1
             else f"{len(names)} tensors of one form have no place in the model",
-            where=_places(names, checkpoint),
+            where=f"{some(names)} ({some(sorted(set(files.values())))})",
             expected="a name of the architecture; nearest: " + (", ".join(near).replace("#", "{i}") or "none"),
             found=found,
             fix=fix,

@@ -58,6 +58,17 @@ class Routing:
         """How each packed weight lies on disk, by module weight name."""
         return {name: found for name, record in self.records.items() if (found := packing_of(record)) is not None}
 
+    def wanted_packings(self, rules: RuleTable) -> dict[str, Packing]:
+        """The same, and for a merge's member that is not stored at all that of the others: absent is not float."""
+        found = self.packings()
+        absent: dict[str, Packing] = {}
+        for name, packing in found.items():
+            to = rules.route(name)
+            if isinstance(to, Place) and to.member is not None and to.stack is None:
+                lost = (member for member in rules.sources_of(to.target) if member not in self.records)
+                absent |= dict.fromkeys(lost, packing)
+        return found | absent
+
 
 def make_plan(
     checkpoint: Checkpoint,
@@ -84,11 +95,11 @@ def make_plan(
     clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
     routing, packings, bindings = Routing(), dict[str, Packing](), list[Binding]()
     if config and clean:
-        if obstacles := config.parallel_obstacles(tp):
-            problems.append(_illegal(config, tp, obstacles))
         routing = route(records, family.rules(config))
         packings = routing.packings()
-        specs = target.parameters(config, packings)
+        specs = target.parameters(config, routing.wanted_packings(target.rules))
+        if obstacles := config.parallel_obstacles(tp):
+            problems.append(_illegal(config, specs, tp, obstacles))
         slots, strangers = place(routing, specs, target.rules)
         problems += routing.problems
         problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
@@ -235,11 +246,12 @@ def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice
     )
 
 
-def _illegal(config: ModelConfig, tp: int, obstacles: list[str]) -> IllegalParallelism:
+def _illegal(config: ModelConfig, specs: Sequence[ParameterSpec], tp: int, obstacles: list[str]) -> IllegalParallelism:
+    legal = (size for size in config.legal_tp_sizes() if agreement.keeps_groups(specs, size))
     return IllegalParallelism(
         f"the model cannot be cut into {tp} ranks",
         where="--tp",
-        expected="one of " + ", ".join(map(str, config.legal_tp_sizes())),
+        expected="one of " + ", ".join(map(str, legal)),
         found="; ".join(obstacles),
         fix="choose a listed size",
     )
