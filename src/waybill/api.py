@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
 from waybill.codecs.grouping import group_records
-from waybill.config.model import DTYPE_TAGS
+from waybill.config.model import DTYPE_TAGS, read_model_config
+from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadOption, Refused
 from waybill.manifest.quantization import read_quantization
 from waybill.plan import Plan, make_plan
@@ -21,6 +22,8 @@ from waybill.weights import WeightRecord
 if TYPE_CHECKING:
     from waybill.engine.models.decoder import CausalLM
     from waybill.onnx.package import ModelPackage
+    from waybill.onnx.verify.origin import Origin
+    from waybill.onnx.verify.report import Report
     from waybill.weights.dtypes import Array
 
 
@@ -159,6 +162,9 @@ def build(
         BadOption: an unknown option.
         Refused: the plan does not add up, or the chosen provider could not run the result; nothing was read.
     """
+    from waybill.onnx import require
+
+    require("onnx_ir")
     from waybill.onnx.decoder import Options
     from waybill.onnx.package import ModelPackage, build_component
     from waybill.onnx.target import onnx_parameters
@@ -173,6 +179,59 @@ def build(
     options = Options(ep=ep, exact=exact, all_logits=logits == "all")
     component = build_component(bill, specs, options, load_weights=load_weights)
     return ModelPackage({component.name: component})
+
+
+def verify(
+    package: str | Path,
+    checkpoint: Checkpoint | str | Path | None = None,
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """Prove an exported package: its parts agree, every digest is right, and it runs a prefill and a decode step.
+
+    Args:
+        package: the folder that was exported.
+        checkpoint: what it was made from; every initializer is then compared with it, value by value, by a decoder of
+            its own.
+        progress: told of bytes that were read.
+
+    Returns:
+        What was proven. `problems` holds everything that is wrong with the package; `require_clean` raises them.
+
+    Raises:
+        BadPackage: there is no package, or its waybill.json is malformed.
+        MissingRuntime: onnxruntime is not installed.
+        NotACheckpoint, Refused: the checkpoint itself cannot be read.
+    """
+    from waybill.onnx import require
+
+    require("onnxruntime", "onnx_ir")
+    from waybill.onnx.verify.report import verify_package
+
+    if isinstance(checkpoint, (str, Path)):
+        checkpoint = open(checkpoint)
+    return verify_package(package, None if checkpoint is None else _origin(checkpoint), progress)
+
+
+def _origin(checkpoint: Checkpoint) -> Origin:
+    """What a prover must know of a checkpoint: where its tensors lie, how they are packed, the angles of its rope."""
+    from waybill.onnx.verify.decoding import StoredTensors
+    from waybill.onnx.verify.origin import Origin
+
+    problems = list(checkpoint.problems)
+    components = DECODER.components(checkpoint.config)
+    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+    config, found, _ = read_model_config(checkpoint.config)
+    if problems := problems + found:
+        raise Refused(problems)
+    packed = manifest.for_component(components.components[0].name)
+
+    def policy(weight: str) -> QuantizationConfig | None:
+        module = weight.removesuffix(".weight")
+        return packed.for_module(module, DECODER.kind_of(module)) if packed is not None else None
+
+    stored = StoredTensors(checkpoint.root, checkpoint.tensors)
+    return Origin(stored, policy, config.rotary_config if config is not None else None)
 
 
 def dtype_tag(name: str) -> str:

@@ -19,7 +19,8 @@ WaybillError
 │   └── ExpertMismatch      IllegalParallelism UnsupportedByRuntime
 ├── PackageError            writing, opening or proving a package
 │   ├── TargetExists        CannotWrite        CannotLink
-│   └── UnboundPackage      BadPackage
+│   ├── UnboundPackage      BadPackage         PackageMismatch
+│   └── MissingRuntime
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     ZeroPointMismatch  BadScales         CastOverflow
     ├── InexactScales
@@ -279,6 +280,14 @@ class UnboundPackage(PackageError, code="unbound-package"):
 
 class BadPackage(PackageError, code="bad-package"):
     """An ONNX package is incomplete, contradicts its graph, or cannot be run on this machine."""
+
+
+class PackageMismatch(PackageError, code="package-mismatch"):
+    """A package is not what its waybill.json, or the checkpoint it was made from, says."""
+
+
+class MissingRuntime(PackageError, code="missing-runtime"):
+    """ONNX Runtime, which runs packages, is not installed."""
 
 
 class RunError(WaybillError):

@@ -17,7 +17,7 @@ import waybill
 from checkpoints import VOCAB, lively, llama
 from packages import write_package
 from waybill.engine.generate import generate
-from waybill.errors import BadPackage, BadRequest, NonFiniteWeight
+from waybill.errors import BadPackage, BadRequest, MissingRuntime, NonFiniteWeight
 from waybill.onnx.folder import read_package
 from waybill.onnx.runtime import CACHE_STEP, OnnxDecoder
 from waybill.text.request import Sampling
@@ -165,7 +165,7 @@ def test_the_summary_says_what_runs(decoder: OnnxDecoder) -> None:
 def test_without_onnxruntime_a_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = read_package(write_package(tmp_path, llama(np.float32)))
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(BadPackage, match="needs onnxruntime") as refused:
+    with pytest.raises(MissingRuntime, match="ONNX Runtime is not installed") as refused:
         OnnxDecoder(package)
     assert refused.value.fix == "pip install 'waybill[onnx]'"
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from waybill.cli import export, generate, inspect, plan
+from waybill.cli import export, generate, inspect, plan, verify
 from waybill.errors import BadOption, CastOverflow, FileChanged, NonFiniteWeight, WaybillError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("export")(export.export)
+app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 
 

@@ -7,13 +7,17 @@ from importlib.metadata import version
 from typing import Any
 
 from waybill.checkpoint import Checkpoint
+from waybill.onnx import gate
 from waybill.onnx.data import Layout
 from waybill.onnx.decoder import Options
+from waybill.onnx.graph import IR_DTYPES, Graph
 from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
 
 FORMAT = 1
+TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
+TABLE = {"role": "table", "sources": [], "operations": ["computed from the config"]}
 
 
 def package_bill(
@@ -44,13 +48,14 @@ def source(checkpoint: Checkpoint) -> dict[str, Any]:
 def component_bill(
     file: str,
     graph_digest: str,
+    graph: Graph,
     layout: Layout,
     bindings: Mapping[str, Binding],
     checked: Sequence[Binding],
     specs: Mapping[str, ParameterSpec],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """One component: its graph, its initializers, and what was read only to be checked."""
+    """One component: its graph, its initializers, and what was read only to be checked or compared."""
     return {
         "file": file,
         "sha256": graph_digest,
@@ -60,23 +65,33 @@ def component_bill(
                 "offset": place.offset,
                 "bytes": place.nbytes,
                 "sha256": digests[name],
-                **(
-                    _origin(bindings[name], specs) if name in bindings else {"operations": ["computed from the config"]}
-                ),
+                **_form(graph, name),
+                **(_origin(bindings[name], specs) if name in bindings else TABLE),
             }
             for name, place in layout.places.items()
         },
         "checked": [
-            {"name": binding.target, "sources": list(binding.sources), "operations": list(binding.operations)}
+            {
+                "name": binding.target,
+                "sources": list(binding.sources),
+                "operations": list(binding.operations),
+                **({"same_as": binding.tied_to} if binding.tied_to else {}),
+            }
             for binding in checked
         ],
     }
 
 
+def _form(graph: Graph, name: str) -> dict[str, Any]:
+    """Dtype and shape as the graph states them."""
+    value = graph.parameters.get(name) or graph.parameters[name + gate.ROWS]
+    if value.dtype is None or value.shape is None:
+        raise TypeError(f"{name} has no type")
+    return {"dtype": TAGS[value.dtype], "shape": list(value.shape.numpy())}
+
+
 def _origin(binding: Binding, specs: Mapping[str, ParameterSpec]) -> dict[str, Any]:
     origin: dict[str, Any] = {
-        "dtype": binding.dtype,
-        "shape": list(binding.shape),
         "role": binding.role,
         "sources": list(binding.sources),
         "operations": list(binding.operations),

@@ -61,6 +61,8 @@ class Component:
     bound: bool
     bindings: Mapping[str, Binding] = field(default_factory=dict)
     checked: list[Binding] = field(default_factory=list)
+    shared: list[Binding] = field(default_factory=list)
+    """A tied head that is stored again: compared with the table, which serves as both."""
 
 
 class ModelPackage(Mapping[str, Component]):
@@ -146,9 +148,10 @@ def _write_component(component: Component, layout: Layout, staging: Path, progre
         component_bill(
             GRAPH,
             hashlib.sha256(octets).hexdigest(),
+            component.graph,
             layout,
             component.bindings,
-            component.checked,
+            [*component.checked, *component.shared],
             component.specs,
             digests,
         )
@@ -225,7 +228,8 @@ def build_component(plan: Plan, specs: list[ParameterSpec], options: Options, *,
     if problems := gate.check(graph, bindings):
         raise Refused(problems)
     checked = [b for b in wanted if b.role == "midpoint"]
-    return Component("decoder", graph, plan, by_name, options, bound=True, bindings=bindings, checked=checked)
+    shared = [b for b in plan.bindings if tied and b.tied_to]
+    return Component("decoder", graph, plan, by_name, options, True, bindings, checked, shared)
 
 
 def _shares_head(plan: Plan) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from waybill.errors import BadPackage
+from waybill.onnx import require
 from waybill.onnx.folder import Package
 from waybill.onnx.sampler import Floats, Sampler
 from waybill.text.request import Generation, Sampling, check_request, collect
@@ -29,10 +30,11 @@ class OnnxDecoder:
         """Open the graph, and check that it is one this class can feed.
 
         Raises:
-            BadPackage: onnxruntime is not installed or cannot open the graph, or the graph is no decoder.
+            MissingRuntime: onnxruntime is not installed.
+            BadPackage: onnxruntime cannot open the graph, or the graph is no decoder.
         """
         self.package = package
-        runtime = _onnxruntime()
+        runtime = require("onnxruntime")
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # what fails is raised, and told once
         options.intra_op_num_threads = package.threads
@@ -152,19 +154,6 @@ def _steps(batch: _Batch, sampler: Sampler) -> Iterator[Sequence[int]]:
     while True:
         yield tokens
         tokens = sampler(batch.extend(tokens))
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BadPackage(
-            "a package needs onnxruntime to run",
-            expected="onnxruntime 1.32 or newer",
-            found=str(error),
-            fix="pip install 'waybill[onnx]'",
-        ) from None
-    return onnxruntime
 
 
 def _present(past: str) -> str:

@@ -1,0 +1,210 @@
+"""Packed checkpoints as integers, a second time: written from the formats' descriptions for proving packages.
+
+It shares nothing with the codecs that exports go through, so that a mistake there is not repeated here. Plain reads,
+one weight at a time, a field at a time: W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], g = k // group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from waybill.checkpoint import TensorHeader
+from waybill.config.quantization import QuantizationConfig
+from waybill.errors import ActOrder, DtypeMismatch, FileChanged, PackingMismatch
+from waybill.weights.dtypes import NUMPY_DTYPES, Array
+
+REPEATED_ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""GPTQ v1 subtracts this from a whole word of zero points."""
+AWQ_SLOT = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output 8c + j lies in slot AWQ_SLOT[j] of its word."""
+SIDECARS = ("qweight", "scales", "qzeros", "g_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """The tensors of a checkpoint, read at the offsets their headers state."""
+
+    root: Path
+    headers: Mapping[str, TensorHeader]
+
+    def read(self, name: str, start: int, stop: int, axes: int = 1) -> Array:
+        """Positions `start` to `stop` of the first axis, or of the first `axes` axes taken as one.
+
+        Raises:
+            DtypeMismatch: the tensor holds something no weight is stored in.
+            FileChanged: the file cannot be read, or ends too early.
+        """
+        header = self.headers[name]
+        dtype = NUMPY_DTYPES.get(header.dtype)
+        if dtype is None:
+            raise DtypeMismatch(
+                "a tensor holds numbers that no package is made from",
+                where=f"{name} ({header.file})",
+                expected=" | ".join(NUMPY_DTYPES),
+                found=str(header),
+                fix="verify with the checkpoint the package was made from",
+            )
+        tail = header.shape[axes:]
+        step = math.prod(tail) * dtype.itemsize
+        octets = np.empty((stop - start) * step, np.uint8)
+        _fill(self.root, header, start * step, octets)
+        return octets.view(dtype).reshape(stop - start, *tail)
+
+    def whole(self, name: str) -> Array:
+        """All of a tensor."""
+        shape = self.headers[name].shape
+        return self.read(name, 0, shape[0] if shape else 1)
+
+    def sidecars(self, weight: str) -> dict[str, str]:
+        """Role to tensor of a packed weight: `q_proj.qweight`, or `q_proj.weight_qweight`; empty for a float one."""
+        stem = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}."
+        names = {role: [f"{weight}_{role}", f"{stem}{role}"] for role in SIDECARS}
+        return {role: name for role, pair in names.items() for name in pair if name in self.headers}
+
+
+def _fill(root: Path, header: TensorHeader, skip: int, octets: Array) -> None:
+    """Read into `octets` from `skip` bytes after the tensor's beginning."""
+    done, view = 0, memoryview(octets)  # type: ignore[arg-type]
+    try:
+        with (root / header.file).open("rb", buffering=0) as stream:
+            stream.seek(header.offset + skip)
+            while done < len(view) and (got := stream.readinto(view[done:])):
+                done += got
+        found = f"the file ends {len(view) - done:,} bytes too early"
+    except OSError as error:
+        done, found = -1, error.strerror or str(error)
+    if done != len(view):
+        raise FileChanged(
+            "a weight file changed or failed while it was being read",
+            where=header.file,
+            expected=f"{header.name} {header}",
+            found=found,
+            fix="let the download finish, check the disk, and verify again",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """One stored weight [N, K]: zero points and scales as numbers [N, G]; codes are unpacked when asked for."""
+
+    form: str
+    bits: int
+    group: int
+    packed: Array
+    zeros: Array
+    scales: Array
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self.scales)
+
+    def codes(self, start: int, stop: int) -> Array:
+        """Rows of codes as integers, U8 [stop - start, K]; both ends are multiples of 8."""
+        if self.form == "olive":
+            return fields(self.packed[start:stop], self.bits)[:, : self.columns]
+        out = np.empty((stop - start, self.columns), np.uint8)
+        if self.form == "gptq":  # packed along K: row k // p, field k mod p
+            words, per_word = self.packed[:, start:stop], 32 // self.bits
+            for field in range(per_word):
+                out[:, field::per_word] = _field(words, field, self.bits).T
+        else:  # packed along N: column n // 8, slot of n mod 8
+            words = self.packed[:, start // 8 : stop // 8]
+            for output, slot in enumerate(AWQ_SLOT):
+                out[output::8] = _field(words, slot, 4).T
+        return out
+
+
+def packed_matrix(
+    stored: StoredTensors, weight: str, config: QuantizationConfig, expert: int | None = None
+) -> PackedMatrix:
+    """One packed weight, or one expert of a bank.
+
+    Raises:
+        PackingMismatch: shapes and metadata contradict each other.
+        ActOrder: the groups are permuted.
+    """
+    names = stored.sidecars(weight)
+    if expert is None:
+        arrays = {role: stored.whole(name) for role, name in names.items()}
+    else:
+        arrays = {role: stored.read(name, expert, expert + 1)[0] for role, name in names.items()}
+    try:
+        matrix = _olive(arrays, config) if config.method == "olive" else _words(arrays, config)
+        groups = -(-matrix.columns // matrix.group) if matrix.group > 0 else 0
+        if matrix.zeros.shape != matrix.scales.shape or matrix.scales.shape[1] != groups:
+            raise ValueError(f"scales {matrix.scales.shape}, zero points {matrix.zeros.shape}, {groups} groups")
+    except (KeyError, ValueError, IndexError) as error:
+        raise PackingMismatch(
+            "the parts of a packed weight do not fit together",
+            where=weight,
+            expected=str(config),
+            found=f"{error}; {', '.join(f'{role} {list(array.shape)}' for role, array in arrays.items())}",
+            fix="verify with the checkpoint the package was made from",
+        ) from error
+    if "g_idx" in arrays:
+        _require_trivial(arrays["g_idx"], matrix, weight)
+    return matrix
+
+
+def fields(octets: Array, bits: int) -> Array:
+    """U8 [..., n] to its fields U8 [..., n·8/bits], the first in the low bits."""
+    per_byte, mask = 8 // bits, (1 << bits) - 1
+    out = np.empty((*octets.shape[:-1], octets.shape[-1] * per_byte), np.uint8)
+    for field in range(per_byte):
+        out[..., field::per_byte] = (octets >> (bits * field)) & mask
+    return out
+
+
+def _field(words: Array, at: int, bits: int) -> Array:
+    """One field of every 32-bit word, counted from the low bits."""
+    values: Array = ((words >> np.uint32(bits * at)) & np.uint32((1 << bits) - 1)).astype(np.uint8)
+    return values
+
+
+def _olive(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
+    """Bytes along K for codes, along G for zero points; no zero points are all the midpoint."""
+    packed, scales = arrays["qweight"], arrays["scales"]
+    columns = packed.shape[1] * 8 // config.bits
+    if "qzeros" in arrays:
+        zeros = fields(arrays["qzeros"], config.bits)[:, : scales.shape[1]]
+    else:
+        zeros = np.full(scales.shape, 1 << (config.bits - 1), np.uint8)
+    group = columns if config.group_size == -1 else config.group_size
+    return PackedMatrix("olive", config.bits, group, packed, zeros, scales, columns)
+
+
+def _words(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
+    """GPTQ packs codes along K and zero points along N, AWQ both along N; scales lie [G, N] in both."""
+    packed, scales = arrays["qweight"].view(np.uint32), arrays["scales"]
+    words = arrays["qzeros"].view(np.uint32)
+    zeros = np.empty((len(words), words.shape[1] * 32 // config.bits), np.uint8)
+    if config.method == "gptq":
+        columns, per_word = len(packed) * 32 // config.bits, 32 // config.bits
+        true = words + np.uint32(config.zero_offset * REPEATED_ONE[config.bits])  # modulo 2**32, borrows included
+        for field in range(per_word):
+            zeros[:, field::per_word] = _field(true, field, config.bits)
+    else:
+        columns = len(packed)
+        for output, slot in enumerate(AWQ_SLOT):
+            zeros[:, output::8] = _field(words, slot, 4)
+    group = columns if config.group_size == -1 else config.group_size
+    return PackedMatrix(config.method, config.bits, group, packed, zeros.T, scales.T, columns)
+
+
+def _require_trivial(g_idx: Array, matrix: PackedMatrix, weight: str) -> None:
+    expected = np.arange(matrix.columns) // matrix.group
+    if not np.array_equal(g_idx, expected):
+        raise ActOrder(
+            "the groups of a packed weight are permuted",
+            where=weight,
+            expected="g_idx[k] = k // group",
+            found="another order",
+            fix="a package cannot hold it; verify with the checkpoint the package was made from",
+        )

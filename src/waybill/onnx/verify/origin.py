@@ -1,0 +1,96 @@
+"""Where an initializer's rows come from: names and order, stated a second time and independently of the exporter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from waybill.config import RotaryConfig
+from waybill.config.quantization import QuantizationConfig
+from waybill.onnx.verify.decoding import StoredTensors
+
+BANKS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint as a prover sees it. `policy` says how a packed weight is packed, by the weight's name."""
+
+    stored: StoredTensors
+    policy: Callable[[str], QuantizationConfig | None]
+    rotary: RotaryConfig | None
+
+    def names(self, weight: str) -> list[str]:
+        """The stored tensors of a weight; none when the checkpoint does not have it."""
+        return [weight] if weight in self.stored.headers else list(self.stored.sidecars(weight).values())
+
+    def rows(self, weight: str) -> int:
+        """Rows of one matrix, as its headers state them."""
+        if (header := self.stored.headers.get(weight)) is not None:
+            return header.shape[-2] if len(header.shape) > 1 else math.prod(header.shape)
+        scales = self.stored.sidecars(weight).get("scales")
+        config = self.policy(weight)
+        if scales is None or config is None or len(self.stored.headers[scales].shape) < 2:
+            return 0
+        return self.stored.headers[scales].shape[-2 if config.method == "olive" else -1]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A run of rows of a stored matrix, and the rows of the initializer it fills.
+
+    Rows `first` to `first + count` of `weight`, or of one `expert` of a stored bank, become rows `start`,
+    `start + step`, … of the initializer's matrix number `slab`.
+    """
+
+    weight: str
+    first: int
+    count: int
+    slab: int = 0
+    start: int = 0
+    step: int = 1
+    expert: int | None = None
+
+
+def weight_of(name: str, role: str) -> str:
+    """The weight an initializer is a part of: `x.codes` -> `x.weight`; banks have no such ending."""
+    if role == "weight":
+        return name
+    stem = name.rpartition(".")[0]
+    return stem if stem.endswith(BANKS) else f"{stem}.weight"
+
+
+def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
+    """What a weight of the graph is made of, in any order; names alone decide it."""
+    path, _, leaf = weight.rpartition(".")
+    if weight.endswith(BANKS):
+        stored = origin.names(weight)
+        if stored and origin.stored.headers[stored[0]].shape[:1] != (slabs,):
+            return  # another number of experts
+        for expert in range(slabs):
+            yield from _expert(weight, expert, origin)
+    elif path.endswith(".self_attn.qkv_proj"):
+        start = 0
+        for letter in "qkv":
+            name = f"{path.removesuffix('qkv_proj')}{letter}_proj.{leaf}"
+            count = origin.rows(name)
+            yield Member(name, 0, count, start=start)
+            start += count
+    else:
+        yield Member(weight, 0, origin.rows(weight))
+
+
+def _expert(bank: str, expert: int, origin: Origin) -> Iterator[Member]:
+    """One expert: a slice of a stored bank, gate rows before up rows, or projections of their own. They alternate."""
+    path, _, name = bank.rpartition(".")
+    letters = ("gate", "up") if name == "gate_up_proj" else ("down",)
+    step = len(letters)
+    if origin.names(bank):
+        count = origin.rows(bank) // step
+        for at in range(step):
+            yield Member(bank, at * count, count, expert, at, step, expert)
+        return
+    for at, letter in enumerate(letters):
+        weight = f"{path}.{expert}.{letter}_proj.weight"
+        yield Member(weight, 0, origin.rows(weight), expert, at, step)
