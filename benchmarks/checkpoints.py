@@ -121,6 +121,11 @@ def packed_smol(source: Path) -> Path:
     return _made("smollm2-olive", lambda folder: _write_smol(folder, source))
 
 
+def gptq_smol(source: Path, bits: int) -> Path:
+    """The demo model with its projections rounded to 4 or 8 bits as GPTQ lays them out, everything else float16."""
+    return _made(f"smollm2-gptq{bits}", lambda folder: _write_gptq_smol(folder, source, bits))
+
+
 def weights(folder: Path) -> Path:
     """The one weight file of a checkpoint."""
     return folder / "model.safetensors"
@@ -291,6 +296,42 @@ def _scales(name: str, count: int) -> Iterator[Any]:
 
 def _write_smol(folder: Path, source: Path) -> None:
     import ml_dtypes
+
+    def pack(values: Any) -> dict[str, tuple[str, Any]]:
+        codes, scales = _rounded(values, 4, ml_dtypes.bfloat16)
+        return {"qweight": ("U8", codes[:, 0::2] | codes[:, 1::2] << 4), "scales": ("BF16", scales)}
+
+    packing = {"quant_method": "olive", "bits": 4, "group_size": SMOL_GROUP, "symmetric": True}
+    _write_rounded(folder, source, packing, ("bfloat16", "BF16", ml_dtypes.bfloat16), pack)
+
+
+def _write_gptq_smol(folder: Path, source: Path, bits: int) -> None:
+    import numpy as np
+
+    def pack(values: Any) -> dict[str, tuple[str, Any]]:
+        codes, scales = _rounded(values, bits, np.float16)
+        outputs, groups = scales.shape
+        # Version 1 stores the midpoint less one.
+        zeros = np.full((groups, outputs * bits // 8), 0x77 if bits == 4 else 0x7F, np.uint8)
+        return {
+            "qweight": ("I32", np.ascontiguousarray(_words(codes, bits).T)),
+            "qzeros": ("I32", zeros.view(np.int32)),
+            "scales": ("F16", np.ascontiguousarray(scales.T)),
+            "g_idx": ("I32", np.arange(values.shape[1], dtype=np.int32) // SMOL_GROUP),
+        }
+
+    packing = QUANTIZATION["gptq"] | {"bits": bits, "group_size": SMOL_GROUP, "checkpoint_format": "gptq"}
+    _write_rounded(folder, source, packing, ("float16", "F16", np.float16), pack)
+
+
+def _write_rounded(
+    folder: Path,
+    source: Path,
+    packing: dict[str, Any],
+    rest: tuple[str, str, Any],
+    pack: Callable[[Any], dict[str, tuple[str, Any]]],
+) -> None:
+    """The demo model with every projection packed, and the rest in a dtype: its name, its tag, numpy's type."""
     from safetensors import safe_open
 
     entries: dict[str, Entry] = {}
@@ -298,32 +339,38 @@ def _write_smol(folder: Path, source: Path) -> None:
     def add(name: str, dtype: str, values: Any) -> None:
         entries[name] = Entry(dtype, values.shape, lambda: iter([values.view("u1")]))
 
+    dtype, tag, kind = rest
     with safe_open(weights(source), framework="np") as file:
         for name in file.keys():  # noqa: SIM118 - not a dict
             values = file.get_tensor(name)
             if name.endswith(PACKED):
-                codes, scales = _rounded(values)
-                add(name.replace(".weight", ".qweight"), "U8", codes)
-                add(name.replace(".weight", ".scales"), "BF16", scales)
+                for role, (stored, array) in pack(values).items():
+                    add(name.replace(".weight", f".{role}"), stored, array)
             else:
-                add(name, "BF16", values.astype(ml_dtypes.bfloat16))
-    packing = {"quant_method": "olive", "bits": 4, "group_size": SMOL_GROUP, "symmetric": True}
+                add(name, tag, values.astype(kind))
     config = json.loads((source / "config.json").read_text("utf-8"))
-    _write_entries(folder, config | {"torch_dtype": "bfloat16", "quantization_config": packing}, entries)
+    _write_entries(folder, config | {"torch_dtype": dtype, "quantization_config": packing}, entries)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / name, folder / name)
 
 
-def _rounded(values: Any) -> tuple[Any, Any]:
-    """float32 [N, K] to the nearest of 15 steps a group: two codes a byte, and bfloat16 scales [N, G]."""
-    import ml_dtypes
+def _rounded(values: Any, bits: int, dtype: Any) -> tuple[Any, Any]:
+    """float32 [N, K] to the nearest of 2ᵇ - 1 steps a group: codes U8 [N, K] about 2ᵇ⁻¹, and scales [N, G]."""
     import numpy as np
 
+    half = 1 << bits - 1
     groups = values.reshape(len(values), -1, SMOL_GROUP)
-    scales = (np.abs(groups).max(-1) / 7).astype(ml_dtypes.bfloat16)
+    scales = (np.abs(groups).max(-1) / (half - 1)).astype(dtype)
     steps = np.round(groups / np.maximum(scales.astype(np.float32), 1e-9)[..., None])
-    codes = (np.clip(steps, -8, 7) + 8).astype(np.uint8).reshape(values.shape)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, scales
+    return (np.clip(steps, -half, half - 1) + half).astype(np.uint8).reshape(values.shape), scales
+
+
+def _words(codes: Any, bits: int) -> Any:
+    """Codes [N, K], the first in the low bits, as int32 [N, K·b/32]."""
+    import numpy as np
+
+    octets = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+    return np.ascontiguousarray(octets).view(np.int32)
 
 
 def _write_large(folder: Path) -> None:

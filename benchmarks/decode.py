@@ -52,7 +52,8 @@ def _waybill(folder: Path, dtype: str) -> Sample:
     return {"speed": result.decode_steps / result.decode_seconds, "bytes": nbytes, "tokens": result.token_ids[0]}
 
 
-def _transformers(folder: Path, dtype: str) -> Sample:
+def transformers(folder: Path, dtype: str, prompt: list[int] | None = None) -> Sample:
+    """Greedy decoding by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.generation.streamers import BaseStreamer
@@ -71,11 +72,12 @@ def _transformers(folder: Path, dtype: str) -> Sample:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None
-    inputs = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    ids = torch.tensor([prompt or AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model.generate(**inputs, max_new_tokens=8, do_sample=False)
     clock = Clock()
     out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=clock)
-    made = out[0, inputs["input_ids"].shape[1] :].tolist()
+    made = out[0, ids.shape[1] :].tolist()
     if len(made) != NEW_TOKENS or len(clock.times) != NEW_TOKENS + 1:  # the prompt is put first
         raise RuntimeError(f"{len(made)} tokens were made, {len(clock.times)} heard of")
     return {"speed": (NEW_TOKENS - 1) / (clock.times[-1] - clock.times[1]), "tokens": made}
@@ -83,7 +85,7 @@ def _transformers(folder: Path, dtype: str) -> Sample:
 
 def main(name: str, folder: str, dtype: str) -> None:
     """One measurement, in a process of its own."""
-    report({"waybill": _waybill, "transformers": _transformers}[name](Path(folder), dtype))
+    report({"waybill": _waybill, "transformers": transformers}[name](Path(folder), dtype))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,19 +56,29 @@ class Runs(NamedTuple):
         return f"{self.median(name):.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def process(*arguments: str) -> Sample:
+class Failed(RuntimeError):
+    """A process that ended with an error, and the last line it wrote."""
+
+
+def process(*arguments: str, python: str = sys.executable) -> Sample:
     """Run Python with these arguments; the whole process's wall time, peak resident bytes, and output.
 
     This process stays small and without torch: on Linux a child's peak starts at what its parent had used.
     """
-    start = time.perf_counter()
-    child = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE)
-    output = child.stdout.read() if child.stdout else b""
-    _, status, usage = os.wait4(child.pid, 0)
-    seconds = time.perf_counter() - start
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody reads would stop a process that says much
+        start = time.perf_counter()
+        child = subprocess.Popen(
+            [python, *arguments], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=errors
+        )
+        output = child.stdout.read() if child.stdout else b""
+        _, status, usage = os.wait4(child.pid, 0)
+        seconds = time.perf_counter() - start
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
-        raise RuntimeError(f"python {' '.join(arguments)} ended with {child.returncode}")
+        last = (said.splitlines() or [""])[-1].strip()
+        raise Failed(f"python {' '.join(arguments)} ended with {child.returncode}: {last}")
     return {"seconds": seconds, "peak": usage.ru_maxrss << 10, "output": output.decode()}
 
 
@@ -88,6 +99,22 @@ def in_turn(contestants: Mapping[str, Callable[[], Sample]], runs: int) -> dict[
         for name, run in contestants.items():
             samples[name].append(run())
     return {name: Runs(taken) for name, taken in samples.items()}
+
+
+def in_turn_or_why(
+    contestants: Mapping[str, Callable[[], Sample]], runs: int
+) -> tuple[dict[str, Runs], dict[str, str]]:
+    """The same, where who fails once is out: the samples of the others, and why they are."""
+    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+    failed: dict[str, str] = {}
+    for _ in range(runs):
+        for name, run in contestants.items():
+            if name not in failed:
+                try:
+                    samples[name].append(run())
+                except Failed as error:
+                    failed[name] = str(error).rpartition(": ")[2] or str(error)
+    return {name: Runs(taken) for name, taken in samples.items() if name not in failed}, failed
 
 
 def warm(file: Path) -> None:

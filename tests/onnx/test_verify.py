@@ -22,8 +22,8 @@ from packing import Scheme, pack
 from waybill.codecs import awq, decoders, gptq
 from waybill.errors import BadPackage, MissingRuntime, Refused
 from waybill.onnx.verify.report import Report
-from waybill.plan import assemble, stream
-from waybill.weights import affine
+from waybill.plan import assemble
+from waybill.weights import affine, dtypes
 
 GPTQ = Scheme("gptq", 4, 32)
 DOWN = "model.layers.0.mlp.down_proj"
@@ -704,7 +704,7 @@ def cut_to_float16(wrong: Patch) -> None:
         rounded = values.astype(dtype)
         return np.where(np.abs(rounded) > np.abs(values), np.nextafter(rounded, dtype.type(0)), rounded)
 
-    wrong.setattr(stream, "cast", towards_zero)
+    wrong.setattr(dtypes, "cast", towards_zero)
 
 
 WRONG = [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
+from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast, cast_into
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 TAGS = ("F64", "F32", "F16", "BF16")
@@ -49,6 +49,23 @@ def test_a_bfloat16_matrix_that_is_not_contiguous_widens_too() -> None:
     matrix = PATTERNS.view(NUMPY_DTYPES["BF16"]).reshape(256, 256)[::2, 3:10]
     wide = cast(matrix, NUMPY_DTYPES["F32"])
     np.testing.assert_array_equal(wide.view(np.uint32), PATTERNS.reshape(256, 256)[::2, 3:10].astype(np.uint32) << 16)
+
+
+def test_a_cast_into_rows_and_columns_of_a_larger_array_touches_nothing_else() -> None:
+    matrix = PATTERNS.view(NUMPY_DTYPES["BF16"]).reshape(256, 256)[:, 3:10]
+    whole = np.full((256, 20), 7, np.float32)
+    cast_into(matrix, whole[:, 4:18:2])
+    expected = np.full((256, 20), 7, np.float32)
+    expected[:, 4:18:2] = cast(matrix, NUMPY_DTYPES["F32"])
+    np.testing.assert_array_equal(whole.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(TAGS, TAGS)))
+def test_a_cast_into_an_array_places_what_a_cast_returns(source: str, target: str) -> None:
+    values, place = of(source, 1, -0.0, math.inf, 1.0078125), np.zeros(4, NUMPY_DTYPES[target])
+    made = cast_into(values, place)
+    expected = cast(values, NUMPY_DTYPES[target])
+    assert made.tobytes() == place.tobytes() == expected.tobytes()
 
 
 def test_every_float16_becomes_the_float32_of_the_same_value() -> None:

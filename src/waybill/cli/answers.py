@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ def answer(
     run: Callable[[OnToken], Generation],
 ) -> None:
     """Run, and show the outcome: one prompt streams, several are shown at the end, JSON is one document."""
+    gc.freeze()
+    gc.enable()  # generating may go on for long; what was loaded is looked through no more
     printer = _Printer(tokenizer) if not request.as_json and len(request.prompts) == 1 else None
     result = run(printer or _quiet)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]

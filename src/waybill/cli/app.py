@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -43,6 +44,7 @@ def _top(
 
 def main() -> None:
     """Run a command; a refusal is its text and exit code 1, never a traceback."""
+    gc.disable()  # what is imported, planned and loaded lives as long as the command does
     try:
         app()
     except WaybillError as error:
@@ -57,3 +59,5 @@ def main() -> None:
         # The reader of our output has gone (`| head`); there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    finally:
+        gc.freeze()  # or the interpreter looks for cycles among all of it on its way out

@@ -6,11 +6,14 @@ import errno
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from waybill.checkpoint import RangeReader
 from waybill.plan import Binding
@@ -117,7 +120,6 @@ def write_data(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return digests
@@ -158,6 +160,7 @@ class _Writer:
     folder: Path
     layout: Layout
     progress: Callable[[int], None]
+    held: threading.local = field(default_factory=threading.local)
 
     def table(self, name: str, values: Array) -> str:
         """A computed table."""
@@ -178,7 +181,7 @@ class _Writer:
         digest = hashlib.sha256()
         parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
         for at, part in parts:
-            made = fill(binding, part, self.reader)
+            made = fill(binding, part, self.reader, self._room)
             if whole and (found := bad_scales(made.view(NUMPY_DTYPES[binding.dtype]), binding)):
                 raise found
             octets = memoryview(made)  # type: ignore[arg-type]
@@ -187,6 +190,15 @@ class _Writer:
                 _write(self.descriptor, octets, place.offset + at)
             self.progress(len(octets))
         return digest.hexdigest()
+
+    def _room(self, nbytes: int) -> Array:
+        """Memory that this thread writes over and over: fresh pages would cost the kernel more than the copy does."""
+        if nbytes > CHUNK:
+            return np.empty(nbytes, np.uint8)
+        if not hasattr(self.held, "room"):
+            self.held.room = np.empty(CHUNK, np.uint8)
+        room: Array = self.held.room[:nbytes]
+        return room
 
     def _copied(self, binding: Binding, place: Place) -> bool:
         """Whether the kernel could copy every range; false when the two files cannot be copied between."""

@@ -16,9 +16,11 @@ from waybill.config import ModelConfig
 from waybill.onnx.graph import MICROSOFT, Graph
 from waybill.onnx.matrix import INT8_ACTIVATIONS, Matrices
 from waybill.onnx.moe import routed
-from waybill.onnx.positions import last_position, request_lengths, rotary_tables
+from waybill.onnx.positions import last_positions, pick, request_lengths, rotary_tables
 from waybill.plan.parameter import ParameterSpec
 from waybill.weights.dtypes import NUMPY_DTYPES
+
+INT32 = int(ir.DataType.INT32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,14 @@ class _Decoder:
         graph, config = self.graph, self.config
         ids = graph.input("input_ids", "I64", ("batch_size", "sequence_length"))
         mask = graph.input("attention_mask", "I64", ("batch_size", "total_sequence_length"))
-        lengths, total = request_lengths(graph, mask)
+        last, total = request_lengths(graph, mask)
+        lengths = graph.op("lengths", "Cast", last, to=INT32), graph.op("total_length", "Cast", total, to=INT32)
         rotary = self._rotary()
         residual = self.matrices.rows("model.embed_tokens", ids, EMBEDDING)
         x = self._norm("model.layers.0.input_layernorm", residual)
         for layer in range(config.num_layers):
             path = f"model.layers.{layer}"
-            y = self._attention(f"{path}.self_attn", x, layer, (lengths, total), rotary)
+            y = self._attention(f"{path}.self_attn", x, layer, lengths, rotary)
             x, residual = self._add_norm(f"{path}.post_attention_layernorm", y, residual)
             if config.is_moe_layer(layer):
                 y = routed(self.matrices, config, f"{path}.mlp", x)
@@ -73,7 +76,7 @@ class _Decoder:
             following = f"model.layers.{layer + 1}.input_layernorm"
             x, residual = self._add_norm(following if layer + 1 < config.num_layers else "model.norm", y, residual)
         if not self.options.all_logits:
-            x = last_position(graph, x, ids, lengths, total)
+            x = pick(graph, "last", x, last_positions(graph, ids, last, total))
         logits = self.matrices.product("lm_head", x, EMBEDDING if tied else HEAD)
         positions: int | str = "sequence_length" if self.options.all_logits else 1
         graph.output(logits, "logits", self.dtype, ("batch_size", positions, config.vocab_size))
@@ -146,7 +149,7 @@ class _Decoder:
         weight = self.matrices.vector(f"{path}.weight")
         normed, *_, total = self.graph.node(
             path, "SkipSimplifiedLayerNormalization", y, residual, weight,
-            outputs=4, domain=MICROSOFT, epsilon=self.config.rms_norm_eps,
+            outputs=4, unused=(1, 2), domain=MICROSOFT, epsilon=self.config.rms_norm_eps,
         )  # fmt: skip
         return normed, total
 

@@ -68,13 +68,21 @@ class Graph:
         return self._constants[name]
 
     def node(
-        self, name: str, operator: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: Any
+        self,
+        name: str,
+        operator: str,
+        *inputs: ir.Value | None,
+        outputs: int = 1,
+        unused: Sequence[int] = (),
+        domain: str = "",
+        **attributes: Any,
     ) -> list[ir.Value]:
-        """Append a node; optional inputs are None. Returns its outputs."""
+        """Append a node; optional inputs are None. Returns its outputs; `unused` ones have no name and are not made."""
         given = list(inputs)
         while given and given[-1] is None:
             given.pop()
-        values = [ir.Value(name=name if at == 0 else f"{name}/{at}") for at in range(outputs)]
+        names = [name, *(f"{name}/{at}" for at in range(1, outputs))]
+        values = [ir.Value(name="" if at in unused else label) for at, label in enumerate(names)]
         self.nodes.append(
             ir.node(operator, given, attributes=attributes, domain=domain, outputs=values, name=f"{name}/{operator}")
         )

@@ -9,29 +9,27 @@ from waybill.config import RotaryConfig
 from waybill.onnx.graph import Graph
 from waybill.weights.dtypes import Array
 
-INT32, INT64 = int(ir.DataType.INT32), int(ir.DataType.INT64)
-
 
 def request_lengths(graph: Graph, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Each request's last position, I32 [B], and the longest request's length, an I32 scalar, from the mask [B, T]."""
+    """Each request's last position, I64 [B], and the longest request's length, I64 [1], from the mask [B, T]."""
     sums = graph.op("lengths/sum", "ReduceSum", mask, graph.constant([1]), keepdims=0)
     last = graph.op("lengths/last", "Sub", sums, graph.constant(1))
-    total = graph.op("lengths/total", "Gather", graph.op("lengths/shape", "Shape", mask), graph.constant(1))
-    return graph.op("lengths", "Cast", last, to=INT32), graph.op("total_length", "Cast", total, to=INT32)
+    return last, graph.op("lengths/total", "Shape", mask, start=1, end=2)
 
 
-def last_position(graph: Graph, x: ir.Value, ids: ir.Value, lengths: ir.Value, total: ir.Value) -> ir.Value:
-    """Each request's last new position, [B, S, H] -> [B, 1, H].
+def last_positions(graph: Graph, ids: ir.Value, last: ir.Value, total: ir.Value) -> ir.Value:
+    """Where each request's last new position is among the new ones, I64 [B, 1, 1].
 
     Positions before this step are total - S; where one token is added to requests of unequal length, it is at 0.
     """
-    new = graph.op("last/new", "Gather", graph.op("last/shape", "Shape", ids), graph.constant(1))
-    before = graph.op("last/before", "Sub", total, graph.op("last/count", "Cast", new, to=INT32))
-    offset = graph.op("last/offset", "Sub", lengths, before)
-    at = graph.op("last/at", "Max", offset, graph.constant(0, np.int32))
-    index = graph.op("last/index", "Unsqueeze", graph.op("last/long", "Cast", at, to=INT64), graph.constant([1]))
-    row = graph.op("last/row", "GatherND", x, index, batch_dims=1)
-    return graph.op("last", "Unsqueeze", row, graph.constant([1]))
+    before = graph.op("last/before", "Sub", total, graph.op("last/new", "Shape", ids, start=1, end=2))
+    at = graph.op("last/at", "Max", graph.op("last/offset", "Sub", last, before), graph.constant(0))
+    return graph.op("last/index", "Unsqueeze", at, graph.constant([1, 2]))
+
+
+def pick(graph: Graph, name: str, x: ir.Value, index: ir.Value) -> ir.Value:
+    """One position of each request, [B, S, H] -> [B, 1, H]."""
+    return graph.op(name, "GatherND", x, index, batch_dims=1)
 
 
 def rotary_tables(config: RotaryConfig) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ from waybill.checkpoint import RangeReader, TensorHeader
 from waybill.plan.bill import CHUNK, THREADS, Binding
 from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import populate
-from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast
+from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast_into
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
 from waybill.weights.ranges import Layout, bytes_read, is_direct, layout, read_through, strides
 
@@ -117,10 +117,15 @@ def equals(binding: Binding, reader: RangeReader, reference: Callable[[int, int]
     return True
 
 
-def fill(binding: Binding, part: LazyTensor, reader: RangeReader) -> Array:
+def fill(
+    binding: Binding,
+    part: LazyTensor,
+    reader: RangeReader,
+    allocate: Callable[[int], Array] = lambda nbytes: np.empty(nbytes, np.uint8),
+) -> Array:
     """The bytes of a part of a binding's value, in the binding's dtype, made in this thread."""
     own = replace(binding, shape=part.shape, value=part)
-    result = np.empty(own.nbytes, np.uint8)
+    result = allocate(own.nbytes)
     for job in _jobs(own, reader, result):
         job()
     return result
@@ -266,7 +271,7 @@ def _stage(
     )
     stored = block[(*cut, ...)]
     try:
-        destination[...] = made = cast(stored, destination.dtype)
+        made = cast_into(stored, destination)
     except OverflowError:
         raise overflow(tile, binding) from None
     if binding.role == "scales" and made is not stored and (found := inexact_scales(stored, made, tile, binding)):

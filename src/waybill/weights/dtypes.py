@@ -30,14 +30,27 @@ def cast(values: Array, dtype: np.dtype[Any]) -> Array:
     if values.dtype == dtype:
         return values
     if values.dtype == NUMPY_DTYPES["BF16"] and dtype == NUMPY_DTYPES["F32"]:
-        # A bfloat16 is the upper half of a float32: two integer passes, several times faster than the generic cast.
-        return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+        return _widened(values, None)
     with np.errstate(over="ignore", invalid="ignore"):
         out = values.astype(dtype)
     narrower = _BY_RANGE.index(dtype) < _BY_RANGE.index(values.dtype)
     if narrower and not all_finite(out) and not np.array_equal(np.isinf(out), np.isinf(values)):
         raise OverflowError
     return out
+
+
+def cast_into(values: Array, target: Array) -> Array:
+    """`cast` to the target's dtype, placed there. Returns the values that were placed."""
+    if values.dtype == NUMPY_DTYPES["BF16"] and target.dtype == NUMPY_DTYPES["F32"]:
+        return _widened(values, target)
+    target[...] = made = cast(values, target.dtype)
+    return made
+
+
+def _widened(values: Array, target: Array | None) -> Array:
+    """A bfloat16 is the upper half of a float32: two integer passes, several times faster than the generic cast."""
+    bits = None if target is None else target.view(np.uint32)
+    return np.left_shift(values.view(np.uint16), 16, out=bits, dtype=np.uint32).view(np.float32)
 
 
 def all_finite(values: Array) -> bool:
