@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,11 +104,19 @@ def equals(binding: Binding, reader: RangeReader, reference: Callable[[int, int]
     row_bytes = max(binding.nbytes // max(rows, 1), 1)
     block = max(CHUNK // row_bytes, 1)
     workers = min(THREADS, os.cpu_count() or 1)
+    held = threading.local()
+
+    def room(nbytes: int) -> Array:
+        """A thread's own, written over and over: fresh pages cost more than the comparison."""
+        if getattr(held, "room", None) is None or held.room.size < nbytes:
+            held.room = np.empty(nbytes, np.uint8)
+        found: Array = held.room[:nbytes]
+        return found
 
     def same(start: int) -> bool:
         stop = min(start + block, rows)
-        own = fill(binding, binding.value.narrow(0, start, stop - start), reader)
-        return np.array_equal(own, reference(start, stop))
+        own = fill(binding, binding.value.narrow(0, start, stop - start), reader, room)
+        return _equal_bytes(own, reference(start, stop))
 
     starts = range(0, rows, block)
     with ThreadPoolExecutor(workers, "waybill-compare") as pool:
@@ -115,6 +124,13 @@ def equals(binding: Binding, reader: RangeReader, reference: Callable[[int, int]
             if not all(list(pool.map(same, starts[at : at + workers]))):
                 return False
     return True
+
+
+def _equal_bytes(one: Array, other: Array) -> bool:
+    """Whether two byte arrays are equal, eight at a time where they divide so."""
+    if one.size == other.size and one.size % 8 == 0:
+        one, other = one.view(np.uint64), other.view(np.uint64)
+    return np.array_equal(one, other)
 
 
 def fill(
