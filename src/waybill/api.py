@@ -132,9 +132,10 @@ def load(
         Refused: the plan does not add up; nothing was read.
         WaybillError: a file changed or a value did not fit while bytes moved.
     """
-    from waybill.engine.load import load_model
+    with uncollected():  # or importing, after torch, sets off a look at all that torch has made
+        from waybill.engine.load import load_model
 
-    return load_model(path, dtype=dtype, device=device, check_finite=check_finite)
+        return load_model(path, dtype=dtype, device=device, check_finite=check_finite)
 
 
 def build(
@@ -165,8 +166,9 @@ def build(
     from waybill.onnx import require
 
     require("onnx_ir")
+    from waybill.onnx.component import build_component
     from waybill.onnx.decoder import Options
-    from waybill.onnx.package import ModelPackage, build_component
+    from waybill.onnx.package import ModelPackage
     from waybill.onnx.target import onnx_parameters
 
     if logits not in ("last", "all"):

@@ -39,7 +39,7 @@ def export(
     require_free(output, overwrite=overwrite)
     package = waybill.build(checkpoint, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link)
     if not as_json:
-        write_problems((), [notice for component in package.values() for notice in component.plan.notices])
+        write_problems((), package.notices)
     with Progress("writing", package.nbytes) as advance:
         receipt = package.save(output, overwrite=overwrite, link=link, progress=advance)
     if as_json:

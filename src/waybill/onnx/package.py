@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
-from waybill.checkpoint import RangeReader
-from waybill.errors import CannotLink, Refused, UnboundPackage
-from waybill.onnx import gate
-from waybill.onnx.bill import component_bill, package_bill
-from waybill.onnx.data import DATA, Layout, lay_out, write_data
-from waybill.onnx.decoder import Options, build_decoder
-from waybill.onnx.genai import genai_config
-from waybill.onnx.graph import Graph
-from waybill.onnx.publish import MARKER, publication
-from waybill.plan import Binding, Plan
-from waybill.plan.parameter import ParameterSpec
-from waybill.plan.stream import equals, fill
-
-GRAPH = "model.onnx"
-TRAVELS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""Files of a checkpoint that a runtime needs beside the graph."""
-
-Progress = Callable[[int], None]
+from waybill.errors import Refused
+from waybill.onnx.component import Component, Progress, unbound, write_component
+from waybill.onnx.data import lay_out
+from waybill.onnx.publish import publication
+from waybill.onnx.verify.entries import ComponentEntries, read_entries
+from waybill.onnx.verify.structure import examine
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +30,46 @@ class Receipt:
     summary: str
 
 
-@dataclass(slots=True)
-class Component:
-    """One graph and the bill of its weights. Without weights it is a skeleton: names and shapes."""
+@dataclass(frozen=True, slots=True)
+class SavedComponent:
+    """A component of a package on disk."""
 
     name: str
-    graph: Graph
-    plan: Plan
-    specs: Mapping[str, ParameterSpec]
-    options: Options
-    bound: bool
-    bindings: Mapping[str, Binding] = field(default_factory=dict)
-    checked: list[Binding] = field(default_factory=list)
-    shared: list[Binding] = field(default_factory=list)
-    """A tied head that is stored again: compared with the table, which serves as both."""
+    folder: Path
+    entries: ComponentEntries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all initializers."""
+        return sum(entry.nbytes for entry in self.entries.initializers.values())
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """None: they were about the checkpoint."""
+        return ()
+
+    def model(self) -> ir.Model:
+        """The graph; its initializers stay on disk until they are looked at."""
+        return ir.load(self.folder / self.entries.file)
 
 
-class ModelPackage(Mapping[str, Component]):
-    """Component name to component."""
+class ModelPackage(Mapping[str, Component | SavedComponent]):
+    """Component name to component: built and not yet written, or opened."""
 
-    def __init__(self, components: Mapping[str, Component]) -> None:
+    def __init__(self, components: Mapping[str, Component | SavedComponent]) -> None:
         self._components = dict(components)
 
-    def __getitem__(self, name: str) -> Component:
+    @classmethod
+    def load(cls, folder: str | Path) -> ModelPackage:
+        """Open a package that was saved; `waybill.verify` says whether it still is what was written.
+
+        Raises:
+            BadPackage: there is none, or its waybill.json is malformed.
+        """
+        entries = read_entries(folder)
+        return cls({name: SavedComponent(name, Path(folder), own) for name, own in entries.components.items()})
+
+    def __getitem__(self, name: str) -> Component | SavedComponent:
         return self._components[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -83,8 +81,12 @@ class ModelPackage(Mapping[str, Component]):
     @property
     def nbytes(self) -> int:
         """Bytes of all initializers."""
-        brought = sum(binding.nbytes for component in self.values() for binding in component.bindings.values())
-        return brought + sum(table.nbytes for component in self.values() for table in component.graph.tables.values())
+        return sum(component.nbytes for component in self.values())
+
+    @property
+    def notices(self) -> list[str]:
+        """What planning found worth a line."""
+        return [line for component in self.values() for line in component.notices]
 
     def save(
         self,
@@ -109,18 +111,16 @@ class ModelPackage(Mapping[str, Component]):
             WaybillError: a value is damaged or does not fit, or a file changed; nothing is left behind.
         """
         (component,) = self.values()
-        if not component.bound and not allow_unbound:
-            raise UnboundPackage(
-                "the package was built without weights",
-                where=str(folder),
-                expected="a package built with load_weights=True",
-                found=f"{len(component.graph.parameters)} parameters without bytes",
-                fix="build it with weights, or save it with allow_unbound=True to keep the graph alone",
-            )
         start = time.perf_counter()
+        if isinstance(component, SavedComponent):
+            return _copy(component, Path(folder), overwrite, progress, start)
+        if not component.bound and not allow_unbound:
+            raise unbound(str(folder), len(component.graph.parameters))
         layout = lay_out(component.bindings, component.graph.tables, link=link)
         with publication(Path(folder), overwrite=overwrite, nbytes=layout.data_bytes) as staging:
-            _write_component(component, layout, staging, progress)
+            write_component(component, layout, staging, progress)
+            if component.bound:
+                _reopen(staging)
             written = time.perf_counter()
         end = time.perf_counter()
         linked = sum(place.nbytes for name, place in layout.places.items() if name in layout.linked)
@@ -128,119 +128,18 @@ class ModelPackage(Mapping[str, Component]):
         return Receipt(Path(folder), layout.data_bytes, linked, end - start, end - written, summary)
 
 
-def _write_component(component: Component, layout: Layout, staging: Path, progress: Progress) -> None:
-    plan = component.plan
-    for file in layout.files:
-        if file != DATA:
-            _link(plan.checkpoint.root / file, staging / file)
-    digests: dict[str, str] = {}
-    if component.bound:
-        with RangeReader(plan.checkpoint) as reader:
-            digests = write_data(
-                staging, layout, component.bindings, component.checked, component.graph.tables, reader, progress
-            )
-    octets = _serialized(component, layout, staging)
-    (staging / GRAPH).write_bytes(octets)
-    config = plan.config
-    if config is None:
-        raise TypeError("a clean plan without a config")
-    own = (
-        component_bill(
-            GRAPH,
-            hashlib.sha256(octets).hexdigest(),
-            component.graph,
-            layout,
-            component.bindings,
-            [*component.checked, *component.shared],
-            component.specs,
-            digests,
-        )
-        if component.bound
-        else {"file": GRAPH, "initializers": {}}
-    )
-    generation = plan.checkpoint.generation_config
-    _write_json(
-        staging / "genai_config.json",
-        genai_config(config, plan.checkpoint.config, generation, GRAPH, component.options.ep),
-    )
-    bill = package_bill(plan, list(component.specs.values()), component.options, {component.name: own})
-    for name in TRAVELS:
-        if (plan.checkpoint.root / name).is_file():
-            shutil.copyfile(plan.checkpoint.root / name, staging / name)
-    _write_json(staging / MARKER, bill)
-
-
-def _serialized(component: Component, layout: Layout, folder: Path) -> bytes:
-    """The graph, whose parameters refer to their places."""
-    tensors: dict[str, ir.TensorProtocol] = {}
-    for name, value in component.graph.parameters.items():
-        place = layout.places.get(name.removesuffix(gate.ROWS))
-        if value.dtype is None or value.shape is None:
-            raise TypeError(f"{name} has no type")
-        tensors[name] = ir.ExternalTensor(
-            place.file if place else DATA,
-            place.offset if place else None,
-            place.nbytes if place else None,
-            value.dtype,
-            shape=ir.Shape(value.shape),
-            name=name,
-            base_dir=folder,
-        )
-    model = component.graph.finish(component.name, tensors)
-    octets: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
-    return octets
-
-
-def _link(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), target)
-    except OSError as error:
-        raise CannotLink(
-            "the package cannot refer to the checkpoint's bytes",
-            where=str(source),
-            expected="a file on the same file system as the package, and the right to link to it",
-            found=error.strerror or str(error),
-            fix="export to the checkpoint's file system, or without --link",
-        ) from error
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
-
-
-def build_component(plan: Plan, specs: list[ParameterSpec], options: Options, *, load_weights: bool) -> Component:
-    """The graph of a clean plan, checked against it by what its nodes say.
-
-    Raises:
-        Refused: graph and plan disagree.
-    """
-    config = plan.config
-    if config is None:
-        raise TypeError("a clean plan without a config")
-    by_name = {spec.name: spec for spec in specs}
-    tied = config.tie_word_embeddings and (not load_weights or _shares_head(plan))
-    graph = build_decoder(config, by_name, plan.dtype, options, tied=tied)
-    if not load_weights:
-        return Component("decoder", graph, plan, by_name, options, bound=False)
-    wanted = [b for b in plan.bindings if not (tied and b.tied_to)]
-    bindings = {b.target: b for b in wanted if b.role != "midpoint"}
-    if problems := gate.check(graph, bindings):
+def _reopen(folder: Path) -> None:
+    """Graph, bill and files agree, as they lie on the disk; the last look before the package is visible."""
+    components = read_entries(folder).components.values()
+    if problems := [problem for component in components for problem in examine(folder, component)[0]]:
         raise Refused(problems)
-    checked = [b for b in wanted if b.role == "midpoint"]
-    shared = [b for b in plan.bindings if tied and b.tied_to]
-    return Component("decoder", graph, plan, by_name, options, True, bindings, checked, shared)
 
 
-def _shares_head(plan: Plan) -> bool:
-    """Whether a head the config ties is absent, or stored again with the embedding's bytes."""
-    heads = [b for b in plan.bindings if b.tied_to is not None and b.role != "midpoint"]
-    tables = {b.target: b for b in plan.bindings}
-    with RangeReader(plan.checkpoint) as reader:
-        return all(_same(head, tables.get(head.tied_to or ""), reader) for head in heads)
-
-
-def _same(head: Binding, table: Binding | None, reader: RangeReader) -> bool:
-    if table is None or table.shape != head.shape:
-        return False
-    return equals(head, reader, lambda start, stop: fill(table, table.value.narrow(0, start, stop - start), reader))
+def _copy(component: SavedComponent, folder: Path, overwrite: bool, progress: Progress, start: float) -> Receipt:
+    """A package that is already on disk, file by file: nothing in it depends on where it lies."""
+    with publication(folder, overwrite=overwrite, nbytes=component.nbytes) as staging:
+        shutil.copytree(component.folder, staging, dirs_exist_ok=True)
+        progress(component.nbytes)
+        written = time.perf_counter()
+    end = time.perf_counter()
+    return Receipt(folder, component.nbytes, 0, end - start, end - written, "copied")
