@@ -15,6 +15,10 @@ from waybill.plan.parameter import Packing, part_name
 _ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
+FEW_OUTPUTS = 960
+"""Outputs below which oneDNN shares the rows of a float32 matrix among threads badly."""
+
+
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """x Wᵀ + b. In float32 on a CPU, oneDNN is almost twice as fast as the default BLAS."""
     if _ONEDNN and x_TK.dtype == torch.float32 and x_TK.device.type == "cpu":
@@ -48,6 +52,12 @@ class FloatMatrix(Matrix):
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """A gather."""
         return F.embedding(ids_T, self.weight)
+
+    def prepare(self) -> None:
+        """Lay a matrix of few outputs out along them: oneDNN then reads it 1.2 to 1.5 times as fast for one token."""
+        weight = self.weight
+        if _ONEDNN and weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) < FEW_OUTPUTS:
+            self.weight = weight.t().contiguous().t()
 
 
 class PackedMatrix(Matrix):

@@ -13,7 +13,7 @@ from waybill.engine.distributed import TPInfo, all_agree
 from waybill.engine.layers.attention import RopeAttention
 from waybill.engine.layers.base import BaseOP, OPList, Parameters
 from waybill.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from waybill.engine.layers.matrix import PackedMatrix
+from waybill.engine.layers.matrix import FloatMatrix, PackedMatrix
 from waybill.engine.layers.mlp import GatedMLP, MoEMLP
 from waybill.engine.layers.norm import RMSNorm
 from waybill.engine.layers.rotary import Rotary
@@ -101,3 +101,5 @@ class CausalLM(BaseOP):
         for op in self.descendants():
             if isinstance(op, PackedMatrix) and (op is not table or self.lm_head.is_tied):
                 op.prepare(keep=op is table)
+            elif isinstance(op, FloatMatrix) and op is not table:
+                op.prepare()
