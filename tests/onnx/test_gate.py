@@ -15,9 +15,10 @@ import waybill
 from checkpoints import BF16, Recipe, lively, llama, qwen2, qwen3, qwen3_moe
 from packing import Scheme, pack
 from waybill.errors import Refused, UnboundParameter, UnsupportedByRuntime
-from waybill.onnx import gate, package
+from waybill.onnx import component as module
+from waybill.onnx import gate
+from waybill.onnx.component import Component
 from waybill.onnx.graph import Graph
-from waybill.onnx.package import Component
 
 DOWN, TABLE = "model.layers.0.mlp.down_proj", "model.embed_tokens"
 
@@ -220,14 +221,14 @@ def test_a_parameter_that_nothing_brings_is_refused_by_name(lost: str, tmp_path:
 
 
 def test_a_build_ends_at_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = package.build_decoder
+    honest = module.build_decoder
 
     def lying(*arguments: Any, **options: Any) -> Graph:
         graph = honest(*arguments, **options)
         changed(DOWN, "bits", lambda bits: 8)(graph)
         return graph
 
-    monkeypatch.setattr(package, "build_decoder", lying)
+    monkeypatch.setattr(module, "build_decoder", lying)
     with pytest.raises(Refused, match="unbound-parameter"):
         component(packed_tables(Scheme("olive")), tmp_path)
 

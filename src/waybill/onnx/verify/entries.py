@@ -200,11 +200,9 @@ def _document(root: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise _not_a_package(root)
-        with path.open("rb") as stream:
-            text = stream.read(MAX_BILL_BYTES + 1)
-        if len(text) > MAX_BILL_BYTES:
+        if path.stat().st_size > MAX_BILL_BYTES:
             raise ValueError(f"more than {MAX_BILL_BYTES:,} bytes")
-        return parse_object(text)
+        return parse_object(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise malformed(str(path), "one JSON object, UTF-8, every key once", reason) from error
