@@ -80,6 +80,9 @@ def plan(
         tag = "F32"  # 16-bit floats make nothing faster there
     if target == "onnx" and tp > 1:
         raise _bad_option("an ONNX package is not cut into ranks", "tp 1", f"tp {tp}")
+    if target == "torch" and (link or ep != "cpu"):
+        found = "link" if link else f"ep {ep}"
+        raise _bad_option("the engine has no execution provider and writes no package", "target onnx", found)
     with uncollected():
         return make_plan(checkpoint, target=_target(target, ep, link), family=DECODER, tp=tp, rank=rank, dtype=tag)
 
@@ -161,6 +164,7 @@ def build(
 
     Raises:
         BadOption: an unknown option.
+        MissingRuntime: what `waybill[onnx]` installs is not there.
         Refused: the plan does not add up, or the chosen provider could not run the result; nothing was read.
     """
     from waybill.onnx import require

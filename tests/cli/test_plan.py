@@ -298,3 +298,40 @@ def test_a_bank_of_a_trillion_empty_experts_is_refused_in_bounded_memory(tmp_pat
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")
     assert "model.layers.0.mlp.experts.gate_up_proj" in done.stdout
+
+
+# For ONNX
+
+
+def test_the_bill_of_an_export_says_its_size_and_what_can_run_it(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    folder = llama(BF16).write(tmp_path)
+    code, bill = plan_json(monkeypatch, capsys, folder, "--target", "onnx")
+    assert (code, bill["target"], bill["dtype"]) == (0, "onnx", "F32")
+    assert bill["free_disk_bytes"] > 0
+    assert bill["totals"]["result_bytes"] == 2 * bill["totals"]["bytes_read"]
+    assert bill["providers"]["CPUExecutionProvider"] == {"runs": True}
+    assert not bill["providers"]["CUDAExecutionProvider"]["runs"]
+    _, out, _ = run(monkeypatch, capsys, "plan", folder, "--target", "onnx", "--ep", "cuda", "--dtype", "bfloat16")
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines() if "ExecutionProvider" in line}
+    assert lines["CUDAExecutionProvider"].strip() == "can run it"
+    assert "its kernels know no bfloat16" in lines["CPUExecutionProvider"]
+
+
+def test_what_no_provider_asked_for_can_run_is_refused(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+    code, _, err = run(monkeypatch, capsys, "plan", llama().write(tmp_path), "--target", "onnx", "--dtype", "bfloat16")
+    assert code == 1
+    assert "[unsupported-by-runtime]" in err
+    assert "export with --ep cuda" in err
+
+
+@pytest.mark.parametrize(
+    "options", [("--ep", "cuda"), ("--link",), ("--target", "onnx", "--tp", "2"), ("--target", "onnx", "--ep", "metal")]
+)
+def test_options_that_mean_nothing_for_the_target_are_wrong_usage(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    code, out, err = run(monkeypatch, capsys, "plan", llama().write(tmp_path), *options)
+    assert (code, out) == (2, "")
+    assert "[bad-option]" in err
