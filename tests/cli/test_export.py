@@ -15,12 +15,12 @@ from checkpoints import BF16, Recipe, file_bytes, lively, llama, qwen3, write_to
 from commands import Capture, Patch, run, run_unread
 from packing import Scheme, pack
 
-FILES = {"config.json", "genai_config.json", "model.onnx", "model.onnx.data", "waybill.json"}
+FILES = {"config.json", "genai_config.json", "model.onnx", "model.onnx.data", "tokenizer.json", "waybill.json"}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return llama(np.float32).write(tmp_path / "checkpoint")
+    return write_tokenizer(llama(np.float32, eos_token_id=2).write(tmp_path / "checkpoint"))
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ def test_the_answer_is_one_json_document(checkpoint: Path, package: Path, monkey
     assert done["linked_bytes"] == 0
     assert done["summary"] == "consumed 21 of 21 tensors (100.0% of bytes), 0 unbound"
     assert done["seconds"] >= done["flush_seconds"] >= 0
-    assert len(done) == 7
+    assert done["notices"] == []
+    assert len(done) == 8
 
 
 def test_text_says_what_was_written_and_where(
@@ -236,3 +237,34 @@ def test_an_export_loads_neither_torch_nor_onnxruntime(checkpoint: Path, package
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout)["package"] == str(package)
     assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("ended", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("arguments", ["plan {}", "plan {} --json", "inspect {} --json"])
+def test_an_output_nobody_can_write_to_is_no_traceback(checkpoint: Path, ended: str, arguments: str) -> None:
+    command = f"{sys.executable} -m waybill {arguments.format(checkpoint)} {ended}"
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert done.returncode == (0 if ended == ">&-" else 1)
+
+
+def test_a_refusal_does_not_move_to_stdout_when_stderr_is_closed(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m waybill plan {tmp_path} --json 2>&-"
+    done = subprocess.run(command, shell=True, check=False, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_link_that_links_nothing_says_so(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    narrow = write_tokenizer(llama(BF16, eos_token_id=2).write(tmp_path / "narrow"))
+    code, _, err = run(monkeypatch, capsys, "export", narrow, tmp_path / "package", "--link")
+    assert code == 0
+    assert "note: nothing could be linked" in err
+    assert len(export_json(monkeypatch, capsys, narrow, tmp_path / "again", "--link")["notices"]) == 1
+
+
+def test_a_table_of_a_billion_positions_is_refused(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    long = llama(np.float32, max_position_embeddings=10**9).write(tmp_path / "long")
+    code, _, err = run_unread(monkeypatch, capsys, "export", long, tmp_path / "package")
+    assert code == 1
+    assert "found    1,000,000,000" in err
+    assert not (tmp_path / "package").exists()

@@ -69,6 +69,12 @@ def test_threads_and_stop_tokens_may_go_unsaid(folder: Path) -> None:
             lambda c: c["model"]["decoder"].update(session_options={"intra_op_num_threads": "all"}),
             "intra_op_num_threads: 'all'",
         ),
+        (
+            lambda c: c["model"]["decoder"].update(session_options={"intra_op_num_threads": 100_000}),
+            "intra_op_num_threads: 100000",
+        ),
+        (lambda c: c["model"].update(eos_token_id="2"), "eos_token_id: '2'"),
+        (lambda c: c["model"].update(eos_token_id=[2, True]), "eos_token_id: [2, True]"),
     ],
 )
 def test_a_config_that_describes_no_decoder_is_refused(

@@ -67,3 +67,17 @@ def test_a_package_is_looked_at_once_more_before_it_is_published(
         package.save(tmp_path / "package")
     assert all(isinstance(problem, PackageMismatch) for problem in refused.value.problems)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_a_runtime_will_miss_is_noticed(tmp_path: Path) -> None:
+    recipe = lively(llama(np.float32, tie_word_embeddings=True))
+    recipe.tensors["lm_head.weight"] = recipe.tensors["model.embed_tokens.weight"] + 1
+    folder = recipe.write(tmp_path)
+    notices = " ".join(waybill.build(folder).notices)
+    assert "the file holds a different one; the file's is used" in notices
+    assert "generation will not stop by itself" in notices
+    assert "there is no tokenizer.json" in notices
+    (folder / "tokenizer.json").write_text("{}")
+    recipe.config |= {"eos_token_id": 2}
+    recipe.tensors["lm_head.weight"] = recipe.tensors["model.embed_tokens.weight"]
+    assert waybill.build(recipe.write(folder)).notices == []

@@ -378,3 +378,17 @@ def test_a_skeleton_is_saved_only_when_that_is_wanted(checkpoint: Path, place: P
     assert receipt.summary == "skeleton: no weights"
     assert (place / "model.onnx").is_file()
     assert not (place / "model.onnx.data").exists()
+
+
+# What a package is made from.
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_package_does_not_replace_its_checkpoint(tmp_path: Path, inside: bool) -> None:
+    target = tmp_path / "target"
+    checkpoint = llama(np.float32).write(target / "checkpoint" if inside else target)
+    (target / "waybill.json").write_text("{}")
+    before = contents(target)
+    with pytest.raises(TargetExists, match="which the package is made from"):
+        waybill.build(checkpoint).save(target, overwrite=True)
+    assert contents(target) == before

@@ -772,3 +772,25 @@ def test_without_the_runtime_the_command_to_install_it_is_named(
     with pytest.raises(MissingRuntime) as missing:
         waybill.verify(package)
     assert missing.value.fix == "pip install 'waybill[onnx]'"
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [("decoder.head_size", 32), ("decoder.num_key_value_heads", 1), ("vocab_size", 3), ("context_length", 1 << 20)],
+)
+def test_a_description_of_another_graph_is_refused(tmp_path: Path, place: str, value: int) -> None:
+    package, _ = export(tmp_path, llama(np.float32))
+    path = package / "genai_config.json"
+    config = json.loads(path.read_text())
+    *parents, name = place.split(".")
+    (config["model"][parents[0]] if parents else config["model"])[name] = value
+    path.write_text(json.dumps(config))
+    (problem,) = waybill.verify(package).problems
+    assert (problem.code, problem.where) == ("package-mismatch", f"genai_config.json: {name}")
+
+
+def test_a_package_without_its_description_is_refused(tmp_path: Path) -> None:
+    package, _ = export(tmp_path, llama(np.float32))
+    (package / "genai_config.json").unlink()
+    (problem,) = waybill.verify(package).problems
+    assert problem.code == "bad-json"

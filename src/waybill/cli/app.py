@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated
 
@@ -42,8 +44,25 @@ def _top(
     pass
 
 
+def _streams() -> None:
+    """A closed stream swallows what it is told, instead of lending its number to a file or its text to another stream;
+    what a terminal's encoding cannot write is escaped.
+    """
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+        elif number and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Run a command; a refusal is its text and exit code 1, never a traceback."""
+    _streams()
     gc.disable()  # what is imported, planned and loaded lives as long as the command does
     try:
         app()
@@ -58,6 +77,14 @@ def main() -> None:
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except MemoryError as error:
+        print(f"stopped: there is not enough memory; {error}".removesuffix("; "), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:  # a full disk behind our output; what a command reads and writes has refusals of its own
+        with suppress(OSError):
+            print(f"stopped by the operating system: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is still held back fails again on the way out
         sys.exit(1)
     finally:
         gc.freeze()  # or the interpreter looks for cycles among all of it on its way out

@@ -10,6 +10,7 @@ import typer
 
 from waybill.cli.progress import Progress
 from waybill.cli.render import size, write_json, write_problems
+from waybill.errors import printable
 
 
 def export(
@@ -42,6 +43,8 @@ def export(
         write_problems((), package.notices)
     with Progress("writing", package.nbytes) as advance:
         receipt = package.save(output, overwrite=overwrite, link=link, progress=advance)
+    unlinked = "nothing could be linked: no initializer lies in the checkpoint's files as it is; all was copied"
+    notices = [*package.notices, unlinked] if link and not receipt.linked_bytes else package.notices
     if as_json:
         write_json(
             {
@@ -52,10 +55,12 @@ def export(
                 "seconds": round(receipt.seconds, 3),
                 "flush_seconds": round(receipt.flush_seconds, 3),
                 "summary": receipt.summary,
+                "notices": notices,
             }
         )
         return
+    write_problems((), notices[len(package.notices) :])
     linked = f" and {size(receipt.linked_bytes)} linked" if receipt.linked_bytes else ""
-    print(f"wrote {receipt.folder}: {size(receipt.data_bytes)} of weights{linked}")
+    print(f"wrote {printable(str(receipt.folder))}: {size(receipt.data_bytes)} of weights{linked}")
     flush = f", {receipt.flush_seconds:.2f} s of it to flush" if receipt.flush_seconds >= 0.01 else ""
     print(f"{receipt.summary}; {receipt.seconds:.2f} s{flush}", file=sys.stderr)

@@ -26,6 +26,7 @@ from waybill.onnx.publish import MARKER
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
 from waybill.plan.stream import equals, fill
+from waybill.text.tokenizer import stop_tokens
 from waybill.weights.dtypes import NUMPY_DTYPES
 
 GRAPH = "model.onnx"
@@ -61,10 +62,20 @@ class Component:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What planning found worth a line, and a head that the config ties and the file does not."""
-        own = any(binding.tied_to is not None for binding in self.bindings.values())
-        untied = "config.json ties the head to the embedding, and the file holds a different one; the file's is used"
-        return (*self.plan.notices, untied) if own else self.plan.notices
+        """What planning found worth a line, and what a runtime will miss or not expect."""
+        checkpoint = self.plan.checkpoint
+        lines = {
+            "config.json ties the head to the embedding, and the file holds a different one; the file's is used": any(
+                binding.tied_to is not None for binding in self.bindings.values()
+            ),
+            "no eos_token_id is stated: generation will not stop by itself": not stop_tokens(
+                checkpoint.generation_config, checkpoint.config
+            ),
+            "there is no tokenizer.json: the package can be given tokens, not text": not (
+                checkpoint.root / "tokenizer.json"
+            ).is_file(),
+        }
+        return (*self.plan.notices, *(line for line, true in lines.items() if true))
 
     def model(self) -> ir.Model:
         """The graph, whose initializers are read from the checkpoint when they are looked at.

@@ -9,8 +9,11 @@ from typing import Any
 
 from waybill.checkpoint.jsonfile import read_object
 from waybill.errors import BadPackage, PathEscape
+from waybill.onnx.publish import MARKER
 
 CONFIG_NAME = "genai_config.json"
+MOST_THREADS = 1024
+"""More than any machine's cores; the runtime would start every one it is told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,9 @@ class Package:
 
 
 def is_package(folder: Path) -> bool:
-    """Whether `folder` is an exported package; false also for a name no file system takes."""
+    """Whether `folder` is an exported package, or what is left of one; false also for a name no file system takes."""
     try:
-        return (folder / CONFIG_NAME).exists()
+        return (folder / CONFIG_NAME).exists() or (folder / MARKER).exists()
     except (OSError, ValueError):
         return False
 
@@ -51,7 +54,13 @@ def read_package(folder: Path) -> Package:
     config = _object(read_object(folder / CONFIG_NAME), "model", folder)
     decoder = _object(config, "decoder", folder)
     options = _object(decoder, "session_options", folder) if "session_options" in decoder else {}
+    stops = config.get("eos_token_id")
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if any(type(token) is not int for token in listed):
+        raise _broken(folder, "eos_token_id", "a token id, or a list of them", stops)
     threads = _count(options, "intra_op_num_threads", folder) if "intra_op_num_threads" in options else 0
+    if threads > MOST_THREADS:
+        raise _broken(folder, "intra_op_num_threads", f"at most {MOST_THREADS}", threads)
     return Package(
         _graph(decoder.get("filename"), folder),
         _count(config, "vocab_size", folder),

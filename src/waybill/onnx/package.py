@@ -13,7 +13,7 @@ import onnx_ir as ir
 from waybill.errors import Refused
 from waybill.onnx.component import Component, Progress, unbound, write_component
 from waybill.onnx.data import lay_out
-from waybill.onnx.publish import publication
+from waybill.onnx.publish import publication, require_outside
 from waybill.onnx.verify.entries import ComponentEntries, read_entries
 from waybill.onnx.verify.structure import examine
 
@@ -116,6 +116,7 @@ class ModelPackage(Mapping[str, Component | SavedComponent]):
             return _copy(component, Path(folder), overwrite, progress, start)
         if not component.bound and not allow_unbound:
             raise unbound(str(folder), len(component.graph.parameters))
+        require_outside(Path(folder), component.plan.checkpoint.root)
         layout = lay_out(component.bindings, component.graph.tables, link=link)
         with publication(Path(folder), overwrite=overwrite, nbytes=layout.data_bytes) as staging:
             write_component(component, layout, staging, progress)
@@ -137,6 +138,7 @@ def _reopen(folder: Path) -> None:
 
 def _copy(component: SavedComponent, folder: Path, overwrite: bool, progress: Progress, start: float) -> Receipt:
     """A package that is already on disk, file by file: nothing in it depends on where it lies."""
+    require_outside(folder, component.folder)
     with publication(folder, overwrite=overwrite, nbytes=component.nbytes) as staging:
         shutil.copytree(component.folder, staging, dirs_exist_ok=True)
         progress(component.nbytes)

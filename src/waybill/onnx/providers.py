@@ -14,6 +14,8 @@ from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+MOST_POSITIONS = 1 << 22
+"""Tables of rotary angles are made in memory, and are part of the package: a gigabyte each at 128 a head."""
 MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
 """Bits of an expert's two banks that QMoE has attributes for."""
 
@@ -88,6 +90,14 @@ def refusals(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype
                 found="one of each",
                 fix="use the engine, which multiplies each as it is",
             )
+    if config.rotary_config.max_position > MOST_POSITIONS:
+        yield UnsupportedByRuntime(
+            "the package would hold a table of too many positions",
+            where="max_position_embeddings",
+            expected=f"at most {MOST_POSITIONS:,}",
+            found=f"{config.rotary_config.max_position:,}",
+            fix="lower it in config.json to what will be used; it is the length of a table, and a cache is no longer",
+        )
     rounded = [s for s in specs if s.packing is not None and dtype == "BF16" and s.packing.scale_dtype == "F16"]
     if rounded:
         yield UnsupportedByRuntime(

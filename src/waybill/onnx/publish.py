@@ -40,6 +40,17 @@ def require_free(target: Path, *, overwrite: bool) -> None:
         raise _taken(target, found, "only packages are replaced; choose another folder")
 
 
+def require_outside(target: Path, source: Path) -> None:
+    """Refuse a target that holds what the package is made from: replacing it would delete that.
+
+    Raises:
+        TargetExists: the source is the target, or lies in it.
+    """
+    origin = source.resolve()
+    if target.resolve() in (origin, *origin.parents):
+        raise _taken(target, f"{source}, which the package is made from", "choose another folder")
+
+
 def _taken(target: Path, found: str, fix: str) -> TargetExists:
     return TargetExists(
         "the target is taken",

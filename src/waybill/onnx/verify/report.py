@@ -10,6 +10,7 @@ from typing import Any
 
 from waybill.errors import BadPackage, Refused, WaybillError
 from waybill.onnx import require
+from waybill.onnx.verify.described import check_description
 from waybill.onnx.verify.digests import check_digests
 from waybill.onnx.verify.entries import PackageEntries, read_entries
 from waybill.onnx.verify.origin import Origin
@@ -81,6 +82,8 @@ def verify_package(folder: str | Path, origin: Origin | None, progress: Progress
             report.weights = (report.weights or 0) + compared
             report.sources += len(component.sources)
             clock = _lap(report, "checkpoint", clock)
+        if not found:
+            found += check_description(package.root, component)
         if found:
             report.runs[name] = "not run: the package is not what it should be"
         else:
