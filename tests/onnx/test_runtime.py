@@ -17,7 +17,7 @@ import waybill
 from checkpoints import VOCAB, lively, llama
 from packages import write_package
 from waybill.engine.generate import generate
-from waybill.errors import BadPackage, BadRequest, MissingRuntime, NonFiniteWeight
+from waybill.errors import BadPackage, BadRequest, MissingRuntime, NonFiniteWeight, Refused
 from waybill.onnx.folder import read_package
 from waybill.onnx.runtime import CACHE_STEP, OnnxDecoder
 from waybill.text.request import Sampling
@@ -225,3 +225,24 @@ def test_a_graph_that_fails_when_it_runs_is_refused(tmp_path: Path, capfd: pytes
     with pytest.raises(BadPackage, match="onnxruntime cannot run the graph"):
         open_package(folder).generate(PROMPTS, max_new_tokens=1)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_package_for_another_provider_says_why_it_does_not_run_here(tmp_path: Path) -> None:
+    folder = llama(np.float32, eos_token_id=2).write(tmp_path / "checkpoint")
+    package = tmp_path / "package"
+    waybill.build(folder, dtype="bfloat16", ep="cuda").save(package)
+    with pytest.raises(BadPackage, match="exported for another provider") as refused:
+        OnnxDecoder(read_package(package))
+    assert "its kernels know no bfloat16" in refused.value.found
+    assert refused.value.fix == "export the checkpoint again, with --ep cpu"
+
+
+def test_a_package_that_lost_its_description_is_refused_and_called_a_package(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    waybill.build(llama(np.float32).write(tmp_path / "checkpoint")).save(package)
+    with pytest.raises(Refused, match="this is a package that was exported"):
+        waybill.open(package)
+    (package / "genai_config.json").unlink()
+    with pytest.raises(BadPackage, match="does not say how it is run") as refused:
+        read_package(package)
+    assert refused.value.expected == "genai_config.json"

@@ -793,4 +793,4 @@ def test_a_package_without_its_description_is_refused(tmp_path: Path) -> None:
     package, _ = export(tmp_path, llama(np.float32))
     (package / "genai_config.json").unlink()
     (problem,) = waybill.verify(package).problems
-    assert problem.code == "bad-json"
+    assert problem.code == "bad-package"

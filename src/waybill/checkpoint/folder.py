@@ -215,14 +215,17 @@ def _escape(name: str, where: str, found: str) -> PathEscape:
 
 def _no_safetensors(root: Path) -> NoSafetensors:
     foreign = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN and p.is_file())
+    fix = "download the weights of this model"
+    if (root / "waybill.json").is_file():
+        fix = "this is a package that was exported: give it to `waybill verify` or `waybill generate`"
+    elif foreign:
+        fix = "this tool reads safetensors only and never unpickles; convert with transformers' save_pretrained"
     return NoSafetensors(
         "no safetensors weights here",
         where=str(root),
         expected="model.safetensors, or shards with model.safetensors.index.json",
         found=some(foreign) or "no weight files",
-        fix="this tool reads safetensors only and never unpickles; convert with transformers' save_pretrained"
-        if foreign
-        else "download the weights of this model",
+        fix=fix,
     )
 
 

@@ -44,13 +44,19 @@ def read_package(folder: Path) -> Package:
 
     Raises:
         BadJson: genai_config.json is not a JSON object.
-        BadPackage: a field is missing or of the wrong type, or the graph is not on disk.
+        BadPackage: it, a field of it or the graph is missing, or a field is of the wrong type.
         PathEscape: the graph is said to lie outside the folder.
     """
-    from waybill.text.tokenizer import (
-        stop_tokens,
-    )  # brings a tokenizer library, which asking for a package does not need
+    from waybill.text.tokenizer import stop_tokens  # its library is not needed to ask for a package
 
+    if not (folder / CONFIG_NAME).is_file():
+        raise BadPackage(
+            "the package does not say how it is run",
+            where=str(folder),
+            expected=CONFIG_NAME,
+            found="no such file",
+            fix="copy the whole package folder, or export it again",
+        )
     config = _object(read_object(folder / CONFIG_NAME), "model", folder)
     decoder = _object(config, "decoder", folder)
     options = _object(decoder, "session_options", folder) if "session_options" in decoder else {}

@@ -15,7 +15,9 @@ import numpy as np
 from waybill.errors import BadPackage
 from waybill.onnx import require
 from waybill.onnx.folder import Package
+from waybill.onnx.providers import PROVIDERS
 from waybill.onnx.sampler import Floats, Sampler
+from waybill.onnx.verify.entries import read_entries
 from waybill.text.request import Generation, Sampling, check_request, collect
 
 DTYPES: dict[str, type[np.floating[Any]]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -41,7 +43,7 @@ class OnnxDecoder:
         try:
             self.session = runtime.InferenceSession(str(package.graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the runtime's errors have no base class of their own
-            raise _failed(package, "onnxruntime cannot open the graph", error) from None
+            raise _unopened(package, error) from None
         self.tensor = runtime.OrtValue.ortvalue_from_numpy
         inputs = {node.name: node for node in self.session.get_inputs()}
         outputs = {node.name: node for node in self.session.get_outputs()}
@@ -176,6 +178,23 @@ def _no_decoder(package: Package, found: str) -> BadPackage:
         expected="input_ids, attention_mask, past_key_values.{i}.key|value; logits [B, S, V], present.{i}.key|value",
         found=found,
         fix="export the checkpoint again, with this version",
+    )
+
+
+def _unopened(package: Package, error: Exception) -> BadPackage:
+    """What the exporter knew comes before what the runtime says of it."""
+    try:
+        because = read_entries(package.graph.parent).obstacles.get(PROVIDERS["cpu"], ())
+    except BadPackage:  # one that somebody else exported has no bill
+        because = ()
+    if not because:
+        return _failed(package, "onnxruntime cannot open the graph", error)
+    return BadPackage(
+        "the package was exported for another provider",
+        where=str(package.graph),
+        expected=f"a package that the {PROVIDERS['cpu']} runs",
+        found="; ".join(because),
+        fix="export the checkpoint again, with --ep cpu",
     )
 
 
