@@ -43,7 +43,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine/target",
         "engine/load",
         "errors",
-        "manifest",
         "onnx",
         "plan",
         "rules/tables",

@@ -11,7 +11,6 @@ from waybill.codecs.grouping import group_records
 from waybill.config.model import DTYPE_TAGS, read_model_config
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadOption, Refused
-from waybill.manifest.quantization import read_quantization
 from waybill.plan import Plan, make_plan
 from waybill.plan.collection import uncollected
 from waybill.plan.planner import Family
@@ -96,8 +95,7 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open(checkpoint)
     problems = list(checkpoint.problems)
-    components = DECODER.components(checkpoint.config)
-    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+    components, manifest = DECODER.manifests(checkpoint, problems)
     found = group_records(checkpoint, components, manifest, DECODER.kind_of, problems)
     if problems:
         raise Refused(problems)
@@ -173,17 +171,12 @@ def build(
     from waybill.onnx.component import build_component
     from waybill.onnx.decoder import Options
     from waybill.onnx.package import ModelPackage
-    from waybill.onnx.target import onnx_parameters
 
     if logits not in ("last", "all"):
         raise _bad_option("unknown choice of logits", "last | all", repr(logits))
     bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link)
-    bill.require_clean()
-    if bill.config is None:  # a plan without problems has one
-        raise TypeError("a clean plan without a config")
-    specs = onnx_parameters(bill.config, bill.packings, merge_qkv=not link)
     options = Options(ep=ep, exact=exact, all_logits=logits == "all")
-    component = build_component(bill, specs, options, load_weights=load_weights)
+    component = build_component(bill, options, load_weights=load_weights)
     return ModelPackage({component.name: component})
 
 
@@ -225,8 +218,7 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     from waybill.onnx.verify.origin import Origin
 
     problems = list(checkpoint.problems)
-    components = DECODER.components(checkpoint.config)
-    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+    components, manifest = DECODER.manifests(checkpoint, problems)
     config, found, _ = read_model_config(checkpoint.config)
     if problems := problems + found:
         raise Refused(problems)

@@ -48,11 +48,10 @@ def _package_facts(bill: Plan) -> dict[str, Any]:
     import shutil
 
     from waybill.onnx.providers import verdicts
-    from waybill.onnx.target import onnx_parameters
 
     if bill.config is None:
         return {}
-    providers = verdicts(bill.config, onnx_parameters(bill.config, bill.packings), bill.dtype)
+    providers = verdicts(bill.config, bill.specs, bill.dtype)
     return {"free_disk_bytes": shutil.disk_usage(Path.cwd()).free, "providers": providers}
 
 

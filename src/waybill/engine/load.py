@@ -85,10 +85,7 @@ def load_model(
     """Load this rank's share of a checkpoint; see `waybill.load`. `bill` saves planning twice."""
     place = _device(device)
     bill = bill or _plan(path, dtype)
-    bill.require_clean()
-    config = bill.config
-    if config is None:  # a plan without problems has one
-        raise TypeError("a clean plan without a config")
+    config = bill.require_clean()
     set_rope_device(place)
     with torch.device("meta"), torch_dtype(TORCH_DTYPES[bill.dtype]):
         model = create_model(config, bill.packings)

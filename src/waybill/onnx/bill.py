@@ -10,29 +10,24 @@ from waybill.checkpoint import Checkpoint
 from waybill.onnx import gate
 from waybill.onnx.data import Layout
 from waybill.onnx.decoder import Options
-from waybill.onnx.graph import IR_DTYPES, Graph
+from waybill.onnx.graph import TAGS, Graph, form
 from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
 
 FORMAT = 1
-TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
 TABLE = {"role": "table", "sources": [], "operations": ["computed from the config"]}
 
 
-def package_bill(
-    plan: Plan, specs: Sequence[ParameterSpec], options: Options, components: Mapping[str, Any]
-) -> dict[str, Any]:
+def package_bill(plan: Plan, options: Options, components: Mapping[str, Any]) -> dict[str, Any]:
     """The whole document."""
-    if plan.config is None:
-        raise TypeError("a clean plan without a config")
     return {
         "format": FORMAT,
         "producer": f"waybill {version('waybill')}",
         "source": source(plan.checkpoint),
         "dtype": plan.dtype,
         "options": {"ep": options.ep, "exact": options.exact, "logits": "all" if options.all_logits else "last"},
-        "providers": verdicts(plan.config, specs, plan.dtype),
+        "providers": verdicts(plan.require_clean(), plan.specs, plan.dtype),
         "components": components,
         "dropped": [{"name": name, "reason": reason} for name, reason in plan.ignored.items()],
         "summary": plan.summary(),
@@ -85,9 +80,8 @@ def component_bill(
 def _form(graph: Graph, name: str) -> dict[str, Any]:
     """Dtype and shape as the graph states them."""
     value = graph.parameters.get(name) or graph.parameters[name + gate.ROWS]
-    if value.dtype is None or value.shape is None:
-        raise TypeError(f"{name} has no type")
-    return {"dtype": TAGS[value.dtype], "shape": list(value.shape.numpy())}
+    dtype, shape = form(value)
+    return {"dtype": TAGS[dtype], "shape": list(shape)}
 
 
 def _origin(binding: Binding, specs: Mapping[str, ParameterSpec]) -> dict[str, Any]:

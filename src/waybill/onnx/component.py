@@ -21,7 +21,7 @@ from waybill.onnx.bill import component_bill, package_bill
 from waybill.onnx.data import DATA, Layout, write_data
 from waybill.onnx.decoder import Options, build_decoder
 from waybill.onnx.genai import genai_config
-from waybill.onnx.graph import Graph
+from waybill.onnx.graph import Graph, form
 from waybill.onnx.publish import MARKER
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
@@ -85,12 +85,8 @@ class Component:
         """
         tensors: dict[str, ir.TensorProtocol] = {}
         for name, value in self.graph.parameters.items():
-            tensors[name] = ir.LazyTensor(
-                partial(self._tensor, name, _dtype(value), _shape(value)),
-                _dtype(value),
-                ir.Shape(_shape(value)),
-                name=name,
-            )
+            dtype, shape = form(value)
+            tensors[name] = ir.LazyTensor(partial(self._tensor, name, dtype, shape), dtype, ir.Shape(shape), name=name)
         return self.graph.finish(self.name, tensors)
 
     def _tensor(self, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
@@ -135,9 +131,6 @@ def write_component(component: Component, layout: Layout, staging: Path, progres
             )
     octets = _serialized(component, layout, staging)
     (staging / GRAPH).write_bytes(octets)
-    config = plan.config
-    if config is None:
-        raise TypeError("a clean plan without a config")
     own = (
         component_bill(
             GRAPH,
@@ -155,9 +148,9 @@ def write_component(component: Component, layout: Layout, staging: Path, progres
     generation = plan.checkpoint.generation_config
     _write_json(
         staging / "genai_config.json",
-        genai_config(config, plan.checkpoint.config, generation, GRAPH, component.options.ep),
+        genai_config(plan.require_clean(), plan.checkpoint.config, generation, GRAPH, component.options.ep),
     )
-    bill = package_bill(plan, list(component.specs.values()), component.options, {component.name: own})
+    bill = package_bill(plan, component.options, {component.name: own})
     for name in TRAVELS:
         if (plan.checkpoint.root / name).is_file():
             shutil.copyfile(plan.checkpoint.root / name, staging / name)
@@ -169,30 +162,19 @@ def _serialized(component: Component, layout: Layout, folder: Path) -> bytes:
     tensors: dict[str, ir.TensorProtocol] = {}
     for name, value in component.graph.parameters.items():
         place = layout.places.get(name.removesuffix(gate.ROWS))
+        dtype, shape = form(value)
         tensors[name] = ir.ExternalTensor(
             place.file if place else DATA,
             place.offset if place else None,
             place.nbytes if place else None,
-            _dtype(value),
-            shape=ir.Shape(_shape(value)),
+            dtype,
+            shape=ir.Shape(shape),
             name=name,
             base_dir=folder,
         )
     model = component.graph.finish(component.name, tensors)
     octets: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
     return octets
-
-
-def _dtype(value: ir.Value) -> ir.DataType:
-    if value.dtype is None:
-        raise TypeError(f"{value.name} has no type")
-    return value.dtype
-
-
-def _shape(value: ir.Value) -> tuple[int, ...]:
-    if value.shape is None:
-        raise TypeError(f"{value.name} has no shape")
-    return value.shape.numpy()
 
 
 def _link(source: Path, target: Path) -> None:
@@ -213,16 +195,14 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
 
 
-def build_component(plan: Plan, specs: list[ParameterSpec], options: Options, *, load_weights: bool) -> Component:
-    """The graph of a clean plan, checked against it by what its nodes say.
+def build_component(plan: Plan, options: Options, *, load_weights: bool) -> Component:
+    """The graph of a plan, checked against it by what its nodes say.
 
     Raises:
-        Refused: graph and plan disagree.
+        Refused: the plan has problems, or graph and plan disagree.
     """
-    config = plan.config
-    if config is None:
-        raise TypeError("a clean plan without a config")
-    by_name = {spec.name: spec for spec in specs}
+    config = plan.require_clean()
+    by_name = {spec.name: spec for spec in plan.specs}
     tied = config.tie_word_embeddings and (not load_weights or _shares_head(plan))
     graph = build_decoder(config, by_name, plan.dtype, options, tied=tied)
     if not load_weights:

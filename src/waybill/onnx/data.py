@@ -6,19 +6,17 @@ import errno
 import hashlib
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from waybill.checkpoint import RangeReader
 from waybill.plan import Binding
 from waybill.plan.bill import CHUNK, THREADS
 from waybill.plan.damage import bad_scales
+from waybill.plan.pages import Scratch
 from waybill.plan.stream import fill, ranges
 from waybill.weights import LazyTensor
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
@@ -160,7 +158,7 @@ class _Writer:
     folder: Path
     layout: Layout
     progress: Callable[[int], None]
-    held: threading.local = field(default_factory=threading.local)
+    scratch: Scratch = field(default_factory=Scratch)
 
     def table(self, name: str, values: Array) -> str:
         """A computed table."""
@@ -174,31 +172,20 @@ class _Writer:
         place = self.layout.places[name]
         whole = binding.role == "scales"  # few, and looked at as a whole
         linked = name in self.layout.linked
-        if linked and not whole:
-            return self._digest_linked(place)
-        if not whole and binding.is_direct and self._copied(binding, place):
-            return self._digest(self.descriptor, place)
-        digest = hashlib.sha256()
+        if not whole and (linked or (binding.is_direct and self._copied(binding, place))):
+            return digest(self.folder / place.file, place, self.progress)
+        made_of = hashlib.sha256()
         parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
         for at, part in parts:
-            made = fill(binding, part, self.reader, self._room)
+            made = fill(binding, part, self.reader, self.scratch)
             if whole and (found := bad_scales(made.view(NUMPY_DTYPES[binding.dtype]), binding)):
                 raise found
             octets = memoryview(made)  # type: ignore[arg-type]
-            digest.update(octets)
+            made_of.update(octets)
             if not linked:
                 _write(self.descriptor, octets, place.offset + at)
             self.progress(len(octets))
-        return digest.hexdigest()
-
-    def _room(self, nbytes: int) -> Array:
-        """Memory that this thread writes over and over: fresh pages would cost the kernel more than the copy does."""
-        if nbytes > CHUNK:
-            return np.empty(nbytes, np.uint8)
-        if not hasattr(self.held, "room"):
-            self.held.room = np.empty(CHUNK, np.uint8)
-        room: Array = self.held.room[:nbytes]
-        return room
+        return made_of.hexdigest()
 
     def _copied(self, binding: Binding, place: Place) -> bool:
         """Whether the kernel could copy every range; false when the two files cannot be copied between."""
@@ -211,32 +198,24 @@ class _Writer:
                 raise
         return True
 
-    def _digest_linked(self, place: Place) -> str:
-        descriptor = os.open(self.folder / place.file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return self._digest(descriptor, place)
-        finally:
-            os.close(descriptor)
 
-    def _digest(self, descriptor: int, place: Place) -> str:
-        """Of bytes as they lie."""
-        digest = hashlib.sha256()
-        for octets in read_pieces(descriptor, place):
-            digest.update(octets)
-            self.progress(len(octets))
-        return digest.hexdigest()
-
-
-def read_pieces(descriptor: int, place: Place) -> Iterator[memoryview]:
-    """An initializer's bytes, a chunk at a time in the same memory; shorter than promised where the file ends."""
+def digest(path: Path, place: Place, progress: Callable[[int], None]) -> str:
+    """SHA-256 of an initializer as it lies, a chunk at a time; of fewer bytes than promised where the file ends."""
+    made = hashlib.sha256()
     scratch = memoryview(bytearray(min(CHUNK, place.nbytes)))
     done = 0
-    while done < place.nbytes:
-        count = os.preadv(descriptor, [scratch[: place.nbytes - done]], place.offset + done)
-        if count == 0:
-            return
-        yield scratch[:count]
-        done += count
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while done < place.nbytes:
+            count = os.preadv(descriptor, [scratch[: place.nbytes - done]], place.offset + done)
+            if count == 0:
+                break
+            made.update(scratch[:count])
+            progress(count)
+            done += count
+    finally:
+        os.close(descriptor)
+    return made.hexdigest()
 
 
 def _write(descriptor: int, octets: memoryview, at: int) -> None:

@@ -11,10 +11,9 @@ from operator import mul
 import onnx_ir as ir
 
 from waybill.errors import UnboundParameter, WaybillError, some
-from waybill.onnx.graph import IR_DTYPES, Graph
+from waybill.onnx.graph import IR_DTYPES, TAGS, Graph, form
 from waybill.plan import Binding
 
-TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
 ROWS = ".rows"
 """A packed table used twice: as rows of bytes under this name, and in blocks under its own. Both are the same bytes."""
 
@@ -36,10 +35,8 @@ def needs(graph: Graph) -> Iterator[Need]:
         for at, value in enumerate(node.inputs):
             if value is None or graph.parameters.get(value.name or "") is not value:
                 continue  # made by a node, an input, or a constant
-            if value.dtype is None or value.shape is None:
-                raise TypeError(f"{value.name} has no type")
-            shape = implied.get(at, value.shape.numpy())
-            yield Need(value.name or "", value.dtype, shape, node.name or node.op_type)
+            dtype, shape = form(value)
+            yield Need(value.name or "", dtype, implied.get(at, shape), node.name or node.op_type)
 
 
 def _implied(node: ir.Node) -> dict[int, tuple[int, ...]]:

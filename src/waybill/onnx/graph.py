@@ -22,6 +22,7 @@ IR_DTYPES = {
     "I64": ir.DataType.INT64,
 }
 """Safetensors tags of what a package holds."""
+TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
 
 Dim = int | str
 
@@ -106,6 +107,13 @@ class Graph:
                 name=name,
             )
         return ir.Model(self._finished, ir_version=IR_VERSION, producer_name="waybill")
+
+
+def form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:
+    """Dtype and shape of a parameter, which was made with both."""
+    if value.dtype is None or value.shape is None:
+        raise TypeError(f"{value.name} has no type")
+    return value.dtype, value.shape.numpy()
 
 
 def _value(name: str, dtype: str, shape: Sequence[Dim]) -> ir.Value:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from waybill.config import ModelConfig
+from waybill.config.model import DTYPE_TAGS
 from waybill.errors import UnsupportedByRuntime, WaybillError
 from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+DTYPES = ("float16", "bfloat16", "float32")
 MOST_POSITIONS = 1 << 22
 """Tables of rotary angles are made in memory, and are part of the package: a gigabyte each at 128 a head."""
 MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
@@ -64,7 +65,7 @@ def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Para
 def _another(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> str:
     """The options of a provider that could run the package, if need be in another dtype; empty when none could."""
     for name in PROVIDERS:
-        for label, tag in [("", dtype), *DTYPES.items()]:
+        for label, tag in [("", dtype), *((known, DTYPE_TAGS[known]) for known in DTYPES)]:
             if name != ep and not list(obstacles(name, config, specs, tag)):
                 return f"--ep {name}" + (f" --dtype {label}" if label else "")
     return ""

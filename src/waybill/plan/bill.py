@@ -13,7 +13,7 @@ from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config import ModelConfig
 from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import Refused, WaybillError
-from waybill.plan.parameter import Packing
+from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.weights import LazyTensor
 from waybill.weights.ranges import is_direct
 
@@ -68,6 +68,8 @@ class Plan:
     notices: tuple[str, ...]
     packings: Mapping[str, Packing] = field(default_factory=dict)
     """How each packed weight lies in the checkpoint, by module name: what the target's layers are built from."""
+    specs: tuple[ParameterSpec, ...] = ()
+    """What the target declared for this checkpoint; nothing where the config could not be read."""
     holds_result: bool = True
     """Whether the target keeps what it is given in memory, or writes it to a file."""
     parameters: int = 0
@@ -99,10 +101,13 @@ class Plan:
         """Stored tensors that at least one parameter is made from."""
         return len({source for binding in self.bindings for source in binding.sources})
 
-    def require_clean(self) -> None:
-        """Raise Refused with every problem, if there is any."""
+    def require_clean(self) -> ModelConfig:
+        """Raise Refused with every problem, if there is any; else the config, which a plan without problems has."""
         if self.problems:
             raise Refused(self.problems)
+        if self.config is None:
+            raise TypeError("a clean plan without a config")
+        return self.config
 
     def summary(self) -> str:
         """The last line of every load."""

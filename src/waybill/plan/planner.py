@@ -40,6 +40,13 @@ class Family(NamedTuple):
     rules: Callable[[ModelConfig], RuleTable]
     kind_of: Callable[[str], str]
 
+    def manifests(
+        self, checkpoint: Checkpoint, problems: list[WaybillError]
+    ) -> tuple[ComponentManifest, ComponentQuantizationManifest]:
+        """A checkpoint's components, and how each is packed; problems are appended."""
+        components = self.components(checkpoint.config)
+        return components, read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+
 
 Slots = dict[tuple[int, int], WeightRecord]
 """The records that make one target, by (position in the stack, member of the concat)."""
@@ -94,6 +101,7 @@ def make_plan(
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
     clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
     routing, packings, bindings = Routing(), dict[str, Packing](), list[Binding]()
+    specs: Sequence[ParameterSpec] = ()
     if config and clean:
         routing = route(records, family.rules(config))
         packings = routing.packings()
@@ -123,6 +131,7 @@ def make_plan(
         notices=tuple(notices),
         packings=packings,
         manifest=manifest,
+        specs=tuple(specs),
         holds_result=target.holds_result,
         parameters=sum(math.prod(record.storage.shape) for record in records),
     )
@@ -138,8 +147,7 @@ def _describe(
         problems += found
         notices += notes
     before = len(problems)
-    components = family.components(checkpoint.config)
-    manifest = read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
+    components, manifest = family.manifests(checkpoint, problems)
     if checkpoint.problems or len(problems) > before:
         return config, manifest, []
     return config, manifest, group_records(checkpoint, components, manifest, family.kind_of, problems)

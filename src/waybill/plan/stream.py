@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 from waybill.checkpoint import RangeReader, TensorHeader
 from waybill.plan.bill import CHUNK, THREADS, Binding
 from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
-from waybill.plan.pages import populate
+from waybill.plan.pages import Scratch, populate
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast_into
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
 from waybill.weights.ranges import Layout, bytes_read, is_direct, layout, read_through, strides
@@ -104,18 +103,11 @@ def equals(binding: Binding, reader: RangeReader, reference: Callable[[int, int]
     row_bytes = max(binding.nbytes // max(rows, 1), 1)
     block = max(CHUNK // row_bytes, 1)
     workers = min(THREADS, os.cpu_count() or 1)
-    held = threading.local()
-
-    def room(nbytes: int) -> Array:
-        """A thread's own, written over and over: fresh pages cost more than the comparison."""
-        if getattr(held, "room", None) is None or held.room.size < nbytes:
-            held.room = np.empty(nbytes, np.uint8)
-        found: Array = held.room[:nbytes]
-        return found
+    scratch = Scratch()
 
     def same(start: int) -> bool:
         stop = min(start + block, rows)
-        own = fill(binding, binding.value.narrow(0, start, stop - start), reader, room)
+        own = fill(binding, binding.value.narrow(0, start, stop - start), reader, scratch)
         return _equal_bytes(own, reference(start, stop))
 
     starts = range(0, rows, block)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from waybill.errors import BadPackage, WaybillError
-from waybill.onnx.data import Place, read_pieces
+from waybill.onnx.data import Place, digest
 from waybill.onnx.verify.entries import Entry
 from waybill.onnx.verify.structure import locate, mismatch
 from waybill.plan.bill import THREADS
@@ -39,15 +38,8 @@ def _differences(entries: Sequence[Entry], digests: dict[Place, str | BadPackage
 
 
 def _digest(root: Path, place: Place, progress: Callable[[int], None]) -> str | BadPackage:
-    digest = hashlib.sha256()
     try:
-        descriptor = os.open(locate(root, place.file), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for octets in read_pieces(descriptor, place):
-                digest.update(octets)
-                progress(len(octets))
-        finally:
-            os.close(descriptor)
+        return digest(locate(root, place.file), place, progress)
     except BadPackage as error:
         return error
     except OSError as error:
@@ -58,4 +50,3 @@ def _digest(root: Path, place: Place, progress: Callable[[int], None]) -> str | 
             found=error.strerror or str(error),
             fix="check the file's permissions and the disk",
         )
-    return digest.hexdigest()

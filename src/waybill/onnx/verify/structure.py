@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+
 from waybill.errors import BadPackage, PackageMismatch, WaybillError
-from waybill.onnx.bill import TAGS
 from waybill.onnx.gate import ROWS
+from waybill.onnx.graph import TAGS
 from waybill.onnx.publish import MARKER
 from waybill.onnx.verify.entries import ComponentEntries, Entry
 
