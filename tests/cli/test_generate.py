@@ -6,13 +6,12 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from checkpoints import lively, qwen3, write_tokenizer
 from waybill.cli.app import main
@@ -23,16 +22,6 @@ ECHO = (
     "{{ bos_token }}{% for m in messages %} w7 {{ m.content }}{% endfor %}{% if add_generation_prompt %} w9{% endif %}"
 )
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from threads, here or in a process of their own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from checkpoints import lively, llama, write_tokenizer
 from commands import Capture, Patch, run
@@ -20,16 +18,6 @@ from packages import write_package
 PROMPTS = ["w5 w17 w9", "w2", "w40 w41 w42 w43"]
 NEW_TOKENS = 6
 ECHO = "{% for m in messages %} w7 {{ m.content }}{% endfor %} w9"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from threads, here or in a process of their own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from scripts.pack_smollm2 import packed as packed_by_producer
+from scripts.smollm2 import unpacked
 
 import waybill
 from checkpoints import Recipe, lively, llama, qwen2, qwen3, qwen3_moe, write_tokenizer
@@ -20,7 +21,6 @@ from sessions import Package
 needs_library = pytest.mark.skipif(
     find_spec("onnxruntime_genai") is None, reason="the library is not installed: pip install onnxruntime-genai"
 )
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -71,22 +71,13 @@ def test_a_package_runs_in_the_library_unchanged(kind: str, tmp_path: Path) -> N
 def test_a_real_model_of_4_bits_answers_in_the_library(tmp_path: Path) -> None:
     import onnxruntime_genai as og
 
-    packed: Path = script("pack_smollm2").packed(script("smollm2").unpacked())
+    packed = packed_by_producer(unpacked())
     folder = tmp_path / "package"
     waybill.build(packed).save(folder)
     tokenizer = og.Tokenizer(og.Model(og.Config(str(folder))))
     prompt = tokenizer.encode("The capital of France is").tolist()
     assert tokenizer.decode(made_by_library(folder, prompt, 8)).startswith(" Paris")
     (folder / "model.onnx.data").unlink()  # a hundred megabytes
-
-
-def script(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # genai_config.json

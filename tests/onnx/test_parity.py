@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,6 @@ def assert_speaks_alike(checkpoint: Path, folder: Path) -> Package:
     assert [package.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS] == made
     assert len({token for each in made for token in each}) > 5
     return package
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Float.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 
 import waybill
 from checkpoints import VOCAB, lively, llama
@@ -31,14 +29,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": np.float16},
     "float16, last position": {"dtype": np.float16, "last_only": True},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

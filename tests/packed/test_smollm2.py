@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from scripts.pack_smollm2 import packed as packed_by_producer
+from scripts.smollm2 import unpacked
 from transformers import AutoModelForCausalLM
 
 import waybill
@@ -37,7 +38,6 @@ pytestmark = [
         find_spec("auto_round") is None, reason="the producer is not installed: pip install -e '.[producers]'"
     ),
 ]
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 STOP = 2
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 # Written for this test, so that no model has read it.
@@ -63,25 +63,14 @@ across the water, slowly, once every ten seconds, and for a long time nobody sai
 """
 
 
-def script(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def source() -> Path:
-    unpacked: Path = script("smollm2").unpacked()
-    return unpacked
+    return unpacked()
 
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    folder: Path = script("pack_smollm2").packed(source)
-    return folder
+    return packed_by_producer(source)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ transformers would have generated the same ones. That takes one forward pass a p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from scripts.smollm2 import unpacked
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import waybill
@@ -32,13 +33,7 @@ PLANETS = [{"role": "user", "content": "Name the planets of the solar system."}]
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    spec = spec_from_file_location("smollm2", Path(__file__).parents[2] / "scripts" / "smollm2.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = module_from_spec(spec)
-    spec.loader.exec_module(script)
-    unpacked: Path = script.unpacked()
-    return unpacked
+    return unpacked()
 
 
 @pytest.fixture(scope="module")
