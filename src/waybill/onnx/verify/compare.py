@@ -12,7 +12,7 @@ import numpy as np
 from waybill.config import RotaryConfig
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadPackage, WaybillError
-from waybill.onnx.verify.decoding import PackedMatrix, fields, packed_matrix
+from waybill.onnx.verify.decoding import PackedMatrix, fields, packed_matrix, read_at
 from waybill.onnx.verify.entries import Entry
 from waybill.onnx.verify.origin import Member, Origin
 from waybill.onnx.verify.structure import locate, mismatch
@@ -203,16 +203,12 @@ def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _fill(path: Path, at: int, out: Array) -> None:
-    done, view = 0, memoryview(out)  # type: ignore[arg-type]
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(at)
-        while done < len(view) and (got := stream.readinto(view[done:])):
-            done += got
-    if done < len(view):
+    done = read_at(path, at, out)
+    if done < out.nbytes:
         raise BadPackage(
             "a file of the package changed while it was read",
             where=str(path),
-            expected=f"{len(view):,} bytes at {at:,}",
+            expected=f"{out.nbytes:,} bytes at {at:,}",
             found=f"{done:,} bytes",
             fix="leave the package alone while it is verified",
         )

@@ -67,18 +67,24 @@ class StoredTensors:
         return {role: name for role, pair in names.items() for name in pair if name in self.headers}
 
 
+def read_at(path: Path, at: int, octets: Array) -> int:
+    """Fill `octets` from a place in a file; returns how many there were, fewer than asked for where it ends."""
+    done, view = 0, memoryview(octets)  # type: ignore[arg-type]
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(at)
+        while done < len(view) and (got := stream.readinto(view[done:])):
+            done += got
+    return done
+
+
 def _fill(root: Path, header: TensorHeader, skip: int, octets: Array) -> None:
     """Read into `octets` from `skip` bytes after the tensor's beginning."""
-    done, view = 0, memoryview(octets)  # type: ignore[arg-type]
     try:
-        with (root / header.file).open("rb", buffering=0) as stream:
-            stream.seek(header.offset + skip)
-            while done < len(view) and (got := stream.readinto(view[done:])):
-                done += got
-        found = f"the file ends {len(view) - done:,} bytes too early"
+        done = read_at(root / header.file, header.offset + skip, octets)
+        found = f"the file ends {octets.nbytes - done:,} bytes too early"
     except OSError as error:
         done, found = -1, error.strerror or str(error)
-    if done != len(view):
+    if done != octets.nbytes:
         raise FileChanged(
             "a weight file changed or failed while it was being read",
             where=header.file,
