@@ -16,9 +16,9 @@ from waybill.checkpoint.header import read_header
 from waybill.codecs.registry import CODECS
 from waybill.config.quantization import ComponentQuantizationPlan, QuantizationConfig
 from waybill.errors import WaybillError
+from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
 from waybill.plan.stream import materialize
-from waybill.rules.tables.decoder import decoder_components
 from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.dequantize import dequantize_arrays
 

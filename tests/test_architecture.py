@@ -27,14 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest": {"config", "errors"},
     "codecs": {"checkpoint", "config", "errors", "manifest", "weights"},
     "rules": set(),
-    "rules/tables": {"config", "manifest", "rules"},
     "plan": {"checkpoint", "codecs", "config", "errors", "manifest", "rules", "weights"},
     "text": {"checkpoint", "errors"},
-    "blueprint": {"config", "plan", "rules"},
-    "engine/target": {"blueprint", "plan"},
-    "engine": {"blueprint", "config", "engine/load", "errors", "plan", "text"},
-    "engine/load": {"api", "blueprint", "checkpoint", "engine", "errors", "plan", "weights"},
-    "onnx": {"blueprint", "checkpoint", "config", "errors", "plan", "text", "weights"},
+    "media": {"checkpoint", "config", "errors"},
+    "families": {"config", "errors", "manifest", "plan", "rules"},
+    "engine/target": {"config", "errors", "plan"},
+    "engine": {"families", "config", "engine/load", "errors", "plan", "text"},
+    "engine/load": {"api", "families", "checkpoint", "config", "engine", "errors", "plan", "weights"},
+    "onnx": {"families", "checkpoint", "config", "errors", "plan", "text", "weights"},
     "api": {
         "checkpoint",
         "codecs",
@@ -44,11 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine/load",
         "errors",
         "onnx",
+        "families",
         "plan",
-        "rules/tables",
         "weights",
     },
-    "overview": {"api", "blueprint", "checkpoint", "codecs", "config", "errors", "plan"},
+    "overview": {"api", "checkpoint", "codecs", "config", "errors", "families", "manifest", "plan"},
     "waybill": {"api", "errors"},
     "cli": {"checkpoint", "engine", "engine/load", "errors", "onnx", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},
@@ -70,7 +70,7 @@ HOMELESS = {"utils", "util", "common", "helpers", "misc"}
 # Values that carry the name of a model: a rope scaling type, and a kernel a packing format is named after.
 ROPE_TYPE = re.compile("llama3|exllama")
 MODEL_NAME = re.compile("llama|qwen", re.IGNORECASE)
-KNOWS_MODELS = ("config/architectures.py", "rules/tables/", "blueprint.py")
+KNOWS_MODELS = ("config/architectures.py", "families/")
 
 
 def unit_of(module: str) -> str:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
-from waybill.codecs.grouping import group_records
-from waybill.config.model import DTYPE_TAGS, read_model_config
+from waybill.codecs.grouping import group_records, split_role
+from waybill.config.model import DTYPE_TAGS
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadOption, Refused
+from waybill.families import family_of
 from waybill.plan import Plan, make_plan
 from waybill.plan.collection import uncollected
-from waybill.plan.planner import Family
 from waybill.plan.target import Target
-from waybill.rules.tables.decoder import decoder_components, decoder_module_kind, decoder_source_rules
 from waybill.weights import WeightRecord
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from waybill.onnx.verify.origin import Origin
     from waybill.onnx.verify.report import Report
     from waybill.weights.dtypes import Array
-
-
-DECODER = Family(decoder_components, decoder_source_rules, decoder_module_kind)
 
 
 def open(path: str | Path) -> Checkpoint:
@@ -83,7 +79,8 @@ def plan(
         found = "link" if link else f"ep {ep}"
         raise _bad_option("the engine has no execution provider and writes no package", "target onnx", found)
     with uncollected():
-        return make_plan(checkpoint, target=_target(target, ep, link), family=DECODER, tp=tp, rank=rank, dtype=tag)
+        family = family_of(checkpoint.config)
+        return make_plan(checkpoint, target=_target(target, ep, link), family=family, tp=tp, rank=rank, dtype=tag)
 
 
 def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
@@ -95,8 +92,7 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open(checkpoint)
     problems = list(checkpoint.problems)
-    components, manifest = DECODER.manifests(checkpoint, problems)
-    found = group_records(checkpoint, components, manifest, DECODER.kind_of, problems)
+    found = group_records(checkpoint, family_of(checkpoint.config).policy(checkpoint, problems), problems)
     if problems:
         raise Refused(problems)
     yield from found
@@ -168,16 +164,15 @@ def build(
     from waybill.onnx import require
 
     require("onnx_ir")
-    from waybill.onnx.component import build_component
-    from waybill.onnx.decoder import Options
+    from waybill.onnx.component import build_components
+    from waybill.onnx.options import Options
     from waybill.onnx.package import ModelPackage
 
     if logits not in ("last", "all"):
         raise _bad_option("unknown choice of logits", "last | all", repr(logits))
     bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link)
     options = Options(ep=ep, exact=exact, all_logits=logits == "all")
-    component = build_component(bill, options, load_weights=load_weights)
-    return ModelPackage({component.name: component})
+    return ModelPackage(build_components(bill, options, load_weights=load_weights))
 
 
 def verify(
@@ -217,19 +212,21 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     from waybill.onnx.verify.decoding import StoredTensors
     from waybill.onnx.verify.origin import Origin
 
-    problems = list(checkpoint.problems)
-    components, manifest = DECODER.manifests(checkpoint, problems)
-    config, found, _ = read_model_config(checkpoint.config)
+    family, problems = family_of(checkpoint.config), list(checkpoint.problems)
+    policy = family.policy(checkpoint, problems)
+    config, found, _ = family.read(checkpoint.config)
     if problems := problems + found:
         raise Refused(problems)
-    packed = manifest.for_component(components.components[0].name)
+    runtime = policy.naming.runtime
+    weights = (split[0] if (split := split_role(name)) else name for name in checkpoint.tensors)
+    spelled = {runtime(weight): weight for weight in weights}
 
-    def policy(weight: str) -> QuantizationConfig | None:
-        module = weight.removesuffix(".weight")
-        return packed.for_module(module, DECODER.kind_of(module)) if packed is not None else None
+    def packed(weight: str) -> QuantizationConfig | None:
+        return policy.of(spelled.get(weight, weight).removesuffix(".weight"))
 
-    stored = StoredTensors(checkpoint.root, checkpoint.tensors)
-    return Origin(stored, policy, config.rotary_config if config is not None else None)
+    stored = StoredTensors(checkpoint.root, {runtime(name): tensor for name, tensor in checkpoint.tensors.items()})
+    text = config.text if config is not None else None
+    return Origin(stored, packed, text.rotary_config if text is not None else None)
 
 
 def dtype_tag(name: str) -> str:

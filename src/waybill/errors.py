@@ -287,7 +287,7 @@ class PackageMismatch(PackageError, code="package-mismatch"):
 
 
 class MissingRuntime(PackageError, code="missing-runtime"):
-    """ONNX Runtime, which runs packages, is not installed."""
+    """What only some commands need is not installed: ONNX Runtime, Pillow for pictures, soundfile for sound."""
 
 
 class RunError(WaybillError):

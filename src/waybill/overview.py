@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from waybill.api import plan
-from waybill.blueprint import HEAD, decoder_parameters
 from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.codecs.grouping import split_role
 from waybill.config import ModelConfig
+from waybill.config.composite import Config
 from waybill.errors import PackingMismatch
+from waybill.families import DECODER, family_of
+from waybill.manifest.naming import Spelling
+from waybill.manifest.quantization import Policy
 from waybill.plan import Plan
 from waybill.plan.agreement import keeps_groups
 
@@ -39,13 +42,34 @@ class ComponentLayout:
         }
 
 
+class ComponentSize(NamedTuple):
+    """One component: what it is for, how much of the file is its own, and its stated layout; None is float."""
+
+    name: str
+    role: str
+    tensors: int
+    nbytes: int
+    layout: str | None
+
+    def line(self, size: Size) -> str:
+        """For people."""
+        return f"{self.tensors} tensors, {size(self.nbytes)}, {self.layout or 'float'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return self._asdict()
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What headers and config say about a checkpoint."""
 
     bill: Plan
     tie: str
+    components: list[ComponentSize]
     quantization: dict[str, ComponentLayout]
+    spellings: dict[Spelling, int]
+    """Roots that the file spells otherwise than the running model, and how many tensors do."""
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -75,25 +99,9 @@ class Report:
             "tie": self.tie,
         }
         if config:
-            rotary = config.rotary_config
-            report |= {
-                "model_type": config.model_type,
-                "num_layers": config.num_layers,
-                "num_qo_heads": config.num_qo_heads,
-                "num_kv_heads": config.num_kv_heads,
-                "head_dim": config.head_dim,
-                "hidden_size": config.hidden_size,
-                "intermediate_size": config.intermediate_size,
-                "vocab_size": config.vocab_size,
-                "num_experts": config.num_experts,
-                "num_experts_per_tok": config.num_experts_per_tok,
-                "moe_intermediate_size": config.moe_intermediate_size,
-                "max_position_embeddings": rotary.max_position,
-                "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
-                "dtype": self.bill.dtype,
-                "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8),
-                "legal_tp": _legal_tp(config, self.bill),
-            }
+            report |= {"model_type": config.model_type, "dtype": self.bill.dtype}
+            report |= _sizes(config.text, self.bill) if config.text else {}
+        report["components"] = [component.as_dict() for component in self.components]
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
         report["problems"] = [problem.as_dict() for problem in self.bill.problems]
         report["notices"] = list(self.bill.notices)
@@ -103,18 +111,11 @@ class Report:
         """Label and value, for people."""
         config, stored = self.bill.config, self.checkpoint
         if config:
-            yield "architecture", f"{config.architectures[0]}, {config.num_layers} layers"
-            kv = f"{config.num_kv_heads} key-value heads"
-            yield "attention", f"{config.num_qo_heads} query heads, {kv}, head_dim {config.head_dim}"
-            sizes = {"hidden": config.hidden_size, "intermediate": config.intermediate_size, "vocab": config.vocab_size}
-            yield "sizes", _plain(sizes)
-            if config.is_moe:
-                inner = config.moe_intermediate_size
-                yield "experts", f"{config.num_experts}, {config.num_experts_per_tok} a token, intermediate {inner}"
-            rotary = config.rotary_config
-            numbers = {k: v for k, v in (rotary.scaling or {}).items() if k != "rope_type"}
-            scaling = f", {rotary.rope_type} {_plain(numbers)}" if numbers else ""
-            yield "rope", f"base {rotary.base:g}{scaling}, {rotary.max_position} positions"
+            layers = f", {config.num_layers} layers" if isinstance(config, ModelConfig) else ""
+            yield "architecture", config.architectures[0] + layers
+        text = config.text if config else None
+        if text:
+            yield from _text_rows(text)
         yield (
             "weights",
             f"{self.bill.parameters:,} parameters, {size(stored.nbytes)} in {len(stored.tensors)} tensors",
@@ -132,16 +133,57 @@ class Report:
                 yield "", f"{len(modules)} × {form}" + (f": {', '.join(modules)}" if len(modules) <= 3 else "")
             for where, pattern, hits in layout.patterns:
                 yield "", f"{where} {pattern!r}: {hits} modules" + ("" if hits else ", is it spelled right?")
-        if config:
-            per_token = config.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
+        if len(self.components) > 1:
+            width = max(len(component.name) for component in self.components)
+            for at, component in enumerate(self.components):
+                yield "" if at else "components", f"{component.name:<{width}}  {component.line(size)}"
+        for spelling, count in self.spellings.items():
+            yield "names", f"{count} tensors say {spelling}"
+        if text:
+            per_token = text.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
             yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"
+        if isinstance(config, ModelConfig):
             yield "legal TP", ", ".join(map(str, _legal_tp(config, self.bill)))
+
+
+def _text_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    kv = f"{config.num_kv_heads} key-value heads"
+    yield "attention", f"{config.num_qo_heads} query heads, {kv}, head_dim {config.head_dim}"
+    sizes = {"hidden": config.hidden_size, "intermediate": config.intermediate_size, "vocab": config.vocab_size}
+    yield "sizes", _plain(sizes)
+    if config.is_moe:
+        inner = config.moe_intermediate_size
+        yield "experts", f"{config.num_experts}, {config.num_experts_per_tok} a token, intermediate {inner}"
+    rotary = config.rotary_config
+    numbers = {k: v for k, v in (rotary.scaling or {}).items() if k != "rope_type"}
+    scaling = f", {rotary.rope_type} {_plain(numbers)}" if numbers else ""
+    yield "rope", f"base {rotary.base:g}{scaling}, {rotary.max_position} positions"
+
+
+def _sizes(config: ModelConfig, bill: Plan) -> dict[str, Any]:
+    """What a language model's config says, by our names."""
+    rotary = config.rotary_config
+    return {
+        "num_layers": config.num_layers,
+        "num_qo_heads": config.num_qo_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "max_position_embeddings": rotary.max_position,
+        "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
+        "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[bill.dtype] // 8),
+        **({"legal_tp": _legal_tp(config, bill)} if isinstance(bill.config, ModelConfig) else {}),
+    }
 
 
 def _legal_tp(config: ModelConfig, bill: Plan) -> list[int]:
     """The numbers of ranks that heads and the groups of packed weights allow."""
-    specs = decoder_parameters(config, bill.packings)
-    return [size for size in config.legal_tp_sizes() if keeps_groups(specs, size)]
+    return [size for size in config.legal_tp_sizes() if keeps_groups(bill.specs, size)]
 
 
 def _plain(numbers: dict[str, Any]) -> str:
@@ -158,43 +200,58 @@ _TIES = {
 
 
 def describe(checkpoint: Checkpoint) -> Report:
-    """Everything `inspect` shows; the problems are those of a plan for one rank."""
-    bill = plan(checkpoint)
-    return Report(bill, _tie(checkpoint, bill.config), _quantization(bill))
+    """Everything `inspect` shows; the problems are those of a plan for one rank, by the target that can run it all."""
+    bill = plan(checkpoint, "torch" if family_of(checkpoint.config) is DECODER else "onnx")
+    if bill.policy is None:
+        return Report(bill, "unknown", [], {}, {})
+    components = [
+        _component(bill, bill.policy, each.name, each.role) for each in bill.policy.naming.components.components
+    ]
+    layouts = {name: layout for name in bill.policy.quantization.plans if (layout := _layout(bill, bill.policy, name))}
+    spellings = bill.policy.naming.used(bill.checkpoint.tensors)
+    return Report(bill, _tie(bill, bill.policy, bill.config), components, layouts, spellings)
 
 
-def _quantization(bill: Plan) -> dict[str, ComponentLayout]:
-    """What each packed component is, by what lies on disk, beside what its metadata says."""
-    layouts = {}
-    packed = {name.removesuffix(".weight"): packing for name, packing in bill.packings.items()}
+def _component(bill: Plan, policy: Policy, name: str, role: str) -> ComponentSize:
+    """What of the file one component owns."""
+    own = [t for stored, t in bill.checkpoint.tensors.items() if policy.naming.component(stored) == name]
+    plan_ = policy.quantization.for_component(name)
+    return ComponentSize(name, role, len(own), sum(t.nbytes for t in own), None if plan_ is None else str(plan_.layout))
+
+
+def _layout(bill: Plan, policy: Policy, component: str) -> ComponentLayout:
+    """What a packed component is, by what lies on disk, beside what its metadata says."""
+    naming = policy.naming
+    tensors = {name: t for name, t in bill.checkpoint.tensors.items() if naming.component(name) == component}
     plain = [
-        name.removesuffix(".weight")
-        for name, t in bill.checkpoint.tensors.items()
-        if name.endswith(".weight") and len(t.shape) > 1
+        name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and len(t.shape) > 1
     ]
     # As stored, so that patterns are counted where the metadata contradicts the disk, and nothing could be planned.
-    stored = {split[0].removesuffix(".weight") for name in bill.checkpoint.tensors if (split := split_role(name))}
-    names = [*stored, *plain]
-    for name, plan_ in bill.manifest.plans.items():
-        groups: dict[str, list[str]] = {}
-        for module, packing in packed.items():
-            groups.setdefault(f"{packing.bits}-bit, group {packing.group}", []).append(module)
-        if plain:
-            groups["float"] = plain
-        patterns = []
-        for where, matcher in plan_.patterns():
-            hits = Counter(at for module in names for at in matcher.matches(module))
-            patterns += [(where, pattern, hits[at]) for at, pattern in enumerate(matcher.patterns)]
-        agrees = not any(isinstance(problem, PackingMismatch) for problem in bill.problems)
-        layouts[name] = ComponentLayout(str(plan_.layout), groups, patterns, agrees)
-    return layouts
+    stored = {split[0].removesuffix(".weight") for name in tensors if (split := split_role(name))}
+    groups: dict[str, list[str]] = {}
+    for weight, packing in bill.packings.items():
+        if naming.component(weight) == component:
+            form = f"{packing.bits}-bit, group {packing.group}"
+            groups.setdefault(form, []).append(weight.removesuffix(".weight"))
+    if plain:
+        groups["float"] = plain
+    plan_ = policy.quantization.plans[component]
+    patterns = []
+    for where, matcher in plan_.patterns():
+        hits = Counter(
+            at for module in (*stored, *plain) for at in {at for n in naming.names(module) for at in matcher.matches(n)}
+        )
+        patterns += [(where, pattern, hits[at]) for at, pattern in enumerate(matcher.patterns)]
+    agrees = not any(isinstance(problem, PackingMismatch) for problem in bill.problems)
+    return ComponentLayout(str(plan_.layout), groups, patterns, agrees)
 
 
-def _tie(checkpoint: Checkpoint, config: ModelConfig | None) -> str:
+def _tie(bill: Plan, policy: Policy, config: Config | None) -> str:
+    """How the output head is stored."""
     if config is None:
         return "unknown"
-    stem = HEAD.removesuffix("weight")
-    stored = any(name.startswith(stem) for name in checkpoint.tensors)
+    kinds = {policy.naming.kind(split[0] if (split := split_role(name)) else name.removesuffix(".weight"))
+             for name in bill.checkpoint.tensors}  # fmt: skip
     if config.tie_word_embeddings:
-        return "stored" if stored else "shared"
-    return "distinct" if stored else "absent"
+        return "stored" if "head" in kinds else "shared"
+    return "distinct" if "head" in kinds else "absent"

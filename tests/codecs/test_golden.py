@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from packers import Array, arrays, decoded, layout, normalized, opened, roles, same
 from waybill.codecs.registry import CODECS
 from waybill.errors import ActOrder, PackingMismatch, UnsupportedQuantization, WaybillError
+from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
 from waybill.plan.stream import materialize
-from waybill.rules.tables.decoder import decoder_components
 
 LAYERS = Path(__file__).parents[1] / "golden" / "layers"
 INDEX: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ import pytest
 
 from waybill.config.quantization import ComponentQuantizationPlan, QuantizationConfig
 from waybill.errors import BadConfig, BadPattern, ConfigConflict, UnsupportedQuantization, WaybillError
+from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
-from waybill.rules.tables.decoder import decoder_components
 
 CHECKPOINTS = Path(__file__).parents[1] / "golden" / "checkpoints"
 NUMBERS = {"bits": 4, "group_size": 32}

@@ -10,8 +10,8 @@ import pytest
 from packers import plan_of as plan
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import UnsupportedQuantization, WaybillError
+from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
-from waybill.rules.tables.decoder import decoder_components
 
 NUMBERS = {"bits": 4, "group_size": 32}
 GPTQ = {"quant_method": "gptq", "sym": False, **NUMBERS}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from waybill.errors import UnresolvedComponent
+from waybill.families.decoder import decoder_components
 from waybill.manifest import ComponentDescriptor, ComponentManifest, Task, resolve_components
-from waybill.rules.tables.decoder import decoder_components
 
 VISION_TEXT = Task(
     name="image-text-to-text",

@@ -12,9 +12,10 @@ from waybill.checkpoint import read_checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import WaybillError
+from waybill.families.decoder import decoder_components, decoder_module_kind
 from waybill.manifest import ComponentManifest, Task, resolve_components
-from waybill.manifest.quantization import read_quantization
-from waybill.rules.tables.decoder import decoder_components, decoder_module_kind
+from waybill.manifest.naming import Naming
+from waybill.manifest.quantization import Policy, read_quantization
 
 OLIVE = {"quant_method": "olive", "bits": 4, "group_size": 32, "symmetric": True}
 OLIVE8 = OLIVE | {"bits": 8, "group_size": 64}
@@ -93,12 +94,13 @@ def test_packed_weights_of_a_component_without_an_entry_are_refused_by_its_name(
     whole = read_quantization(checkpoint.config, {}, decoder_components({}), []).plans["decoder"]
     problems: list[WaybillError] = []
     quantization = ComponentQuantizationManifest({"a": whole})
-    assert group_records(checkpoint, components, quantization, decoder_module_kind, problems) == []
+    naming = Naming(components, decoder_module_kind)
+    assert group_records(checkpoint, Policy(naming, quantization), problems) == []
     (problem,) = problems
     assert problem.code == "unsupported-quantization"
     assert problem.where.startswith("b: model.layers.1.")
     both = ComponentQuantizationManifest({"a": whole, "b": whole})
-    records = group_records(checkpoint, components, both, decoder_module_kind, problems[1:])
+    records = group_records(checkpoint, Policy(naming, both), problems[1:])
     owners = {
         record.source_name.partition(".mlp")[0]: record.component for record in records if ".mlp" in record.source_name
     }

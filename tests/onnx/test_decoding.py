@@ -16,9 +16,9 @@ import waybill.onnx.verify.decoding
 import waybill.onnx.verify.origin
 from waybill.checkpoint.header import read_header
 from waybill.errors import ActOrder, FileChanged, PackingMismatch
+from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
 from waybill.onnx.verify.decoding import PackedMatrix, StoredTensors, packed_matrix
-from waybill.rules.tables.decoder import decoder_components
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYERS = GOLDEN / "layers"

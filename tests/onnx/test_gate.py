@@ -194,9 +194,9 @@ MUTATIONS: dict[str, tuple[Callable[[Graph], None], str]] = {
 def test_a_graph_that_disagrees_with_the_plan_is_refused(mutation: str, tmp_path: Path) -> None:
     mutate, where = MUTATIONS[mutation]
     part = component(packed_tables(Scheme("olive", 4, 16)), tmp_path)
-    assert gate.check(part.graph, part.bindings) == []
+    assert gate.check([part.graph], part.bindings) == []
     mutate(part.graph)
-    problems = gate.check(part.graph, part.bindings)
+    problems = gate.check([part.graph], part.bindings)
     assert {problem.code for problem in problems} == {"unbound-parameter"}
     assert where in "\n".join(problem.where for problem in problems)
 
@@ -206,7 +206,7 @@ def test_experts_that_disagree_with_the_plan_are_refused(key: str, tmp_path: Pat
     part = component(experts(4, 4), tmp_path)
     name = "model.layers.0.mlp.experts"
     changed(name, key, lambda value: value * 2)(part.graph)
-    places = [problem.where for problem in gate.check(part.graph, part.bindings)]
+    places = [problem.where for problem in gate.check([part.graph], part.bindings)]
     assert places
     assert all(place.endswith(f"for {name}/QMoE") for place in places)
 
@@ -215,20 +215,20 @@ def test_experts_that_disagree_with_the_plan_are_refused(key: str, tmp_path: Pat
 def test_a_parameter_that_nothing_brings_is_refused_by_name(lost: str, tmp_path: Path) -> None:
     part = component(packed_tables(Scheme("olive")), tmp_path)
     name = f"{DOWN}.{lost}"
-    (problem,) = gate.check(part.graph, {k: v for k, v in part.bindings.items() if k != name})
+    (problem,) = gate.check([part.graph], {k: v for k, v in part.bindings.items() if k != name})
     assert isinstance(problem, UnboundParameter)
     assert (problem.where, problem.found) == (f"{name}, for {DOWN}/MatMulNBits", "nothing")
 
 
 def test_a_build_ends_at_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = module.build_decoder
+    honest = module.GRAPHS["decoder"]
 
-    def lying(*arguments: Any, **options: Any) -> Graph:
-        graph = honest(*arguments, **options)
-        changed(DOWN, "bits", lambda bits: 8)(graph)
-        return graph
+    def lying(*arguments: Any) -> dict[str, Graph]:
+        graphs = honest(*arguments)
+        changed(DOWN, "bits", lambda bits: 8)(graphs["decoder"])
+        return graphs
 
-    monkeypatch.setattr(module, "build_decoder", lying)
+    monkeypatch.setattr(module, "GRAPHS", {"decoder": lying})
     with pytest.raises(Refused, match="unbound-parameter"):
         component(packed_tables(Scheme("olive")), tmp_path)
 

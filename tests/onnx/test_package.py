@@ -54,14 +54,14 @@ def test_a_folder_that_is_no_package_is_not_opened(tmp_path: Path) -> None:
 def test_a_package_is_looked_at_once_more_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = module.write_component
+    write = module.write_package
 
     def cut_short(component: object, layout: object, staging: Path, progress: object) -> None:
         write(component, layout, staging, progress)  # type: ignore[arg-type]
         with (staging / "model.onnx.data").open("r+b") as data:
             data.truncate(1000)
 
-    monkeypatch.setattr(module, "write_component", cut_short)
+    monkeypatch.setattr(module, "write_package", cut_short)
     package = waybill.build(llama(np.float32).write(tmp_path / "checkpoint"))
     with pytest.raises(Refused) as refused:
         package.save(tmp_path / "package")

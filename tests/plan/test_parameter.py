@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,11 @@ from hypothesis import strategies as st
 
 import waybill
 from checkpoints import Array, Recipe, llama, qwen2, qwen3, qwen3_moe
-from waybill.blueprint import decoder_parameters
 from waybill.checkpoint import RangeReader, read_checkpoint
+from waybill.families.decoder import DECODER, decoder_parameters
 from waybill.plan import Binding, ParameterSpec, Part, Plan, Shard, Target, make_plan
-from waybill.plan.planner import Family
 from waybill.plan.stream import stream
 from waybill.rules import Move, RuleTable
-from waybill.rules.tables.decoder import decoder_components
 
 RANKS = st.integers(1, 16)
 
@@ -198,12 +197,17 @@ def planned(spec: ParameterSpec, folder: Path, rank: int, tp: int) -> Plan:
     members = "{" + "|".join(f"m{n}" for n in range(len(spec.parts))) + "}" if len(spec.parts) > 1 else "m0"
     source = f"t.{{e}}.{members}" if spec.stack else f"t.{{i}}.{members}"
     name = spec.name if spec.stack else "t.{i}"
-    plain = Family(decoder_components, lambda _: RuleTable(()), lambda _: "linear")
-    target = Target("test", RuleTable([Move(source, name, spec.axis)]), lambda _config, _packings: [spec])
+    family = replace(
+        DECODER,
+        kind_of=lambda _: "linear",
+        rules=lambda _: RuleTable(()),
+        merges=RuleTable([Move(source, name, spec.axis)]),
+        parameters=lambda _config, _packings, _merges: [spec],
+    )
     plan = make_plan(
         read_checkpoint(folder),
-        target=target,
-        family=plain,
+        target=Target("test"),
+        family=family,
         tp=tp,
         rank=rank,
         dtype="F32",

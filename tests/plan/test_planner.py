@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 import waybill
 from checkpoints import BF16, Array, Recipe, llama, qwen2, qwen3, qwen3_moe
-from waybill.api import DECODER
 from waybill.checkpoint import RangeReader, read_checkpoint
 from waybill.engine.target import TORCH
+from waybill.families.decoder import DECODER
 from waybill.plan import Plan, make_plan
 from waybill.plan.bill import CHUNK, THREADS
 from waybill.plan.stream import stream
@@ -252,7 +253,7 @@ def test_a_tied_head_that_is_stored_again_is_compared_and_counted_in_the_peak(tm
 
 def test_a_name_that_a_source_rule_does_not_know_is_refused_by_any_target(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(extra("stranger.weight").write(tmp_path))
-    nothing = TORCH._replace(rules=RuleTable(()), parameters=lambda _config, _packings: [])
-    plan = make_plan(checkpoint, target=nothing, family=DECODER)
+    nothing = replace(DECODER, merges=RuleTable(()), parameters=lambda _config, _packings, _merges: [])
+    plan = make_plan(checkpoint, target=TORCH, family=nothing)
     assert codes(plan) == {"unclaimed-weight"}
     assert sum(p.where.count("stranger.weight") for p in plan.problems) == 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waybill.blueprint import DECODER_MERGES
+from waybill.families.decoder import DECODER_MERGES
 from waybill.rules import Drop, DropUnder, Move, Place, RuleTable
 from waybill.rules.table import Split
 

@@ -143,12 +143,13 @@ def _load(
     bill = waybill.plan(checkpoint, tp=tp.size, rank=tp.rank, dtype=dtype)
     bill.require_clean()
     tokenizer, encoded = _encode(checkpoint, request)
-    if bill.config:
+    if bill.config and bill.config.text:
+        text = bill.config.text
         check_request(
             encoded,
             request.max_new_tokens,
-            vocab_size=bill.config.vocab_size,
-            max_position=bill.config.rotary_config.max_position,
+            vocab_size=text.vocab_size,
+            max_position=text.rotary_config.max_position,
         )
     if speaks:
         write_problems((), bill.notices)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from waybill.checkpoint import Checkpoint, TensorHeader
-from waybill.config.quantization import ComponentQuantizationManifest, ComponentQuantizationPlan
 from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
-from waybill.manifest import ComponentManifest
+from waybill.manifest.quantization import Policy
 from waybill.weights import FloatWeight, WeightRecord, stored
 from waybill.weights.affine import AffinePackedWeight
 
@@ -36,17 +35,9 @@ def split_role(name: str) -> tuple[str, str] | None:
     return None
 
 
-def group_records(
-    checkpoint: Checkpoint,
-    components: ComponentManifest,
-    quantization: ComponentQuantizationManifest,
-    kind_of: Callable[[str], str],
-    problems: list[WaybillError],
-) -> list[WeightRecord]:
-    """Every logical weight of the checkpoint; problems are appended, and a weight that has one yields no record.
-
-    `kind_of` tells linear modules from heads, embeddings and expert banks, by module name.
-    """
+def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[WaybillError]) -> list[WeightRecord]:
+    """Every logical weight of the checkpoint; problems are appended, and a weight that has one yields no record."""
+    naming = policy.naming
     packed: dict[str, dict[str, TensorHeader]] = defaultdict(dict)
     records: list[WeightRecord] = []
     for name, header in checkpoint.tensors.items():
@@ -54,35 +45,26 @@ def group_records(
             if (first := packed[split[0]].setdefault(split[1], header)) is not header:
                 problems.append(_both(split[0], {split[1]: first}, header))
         else:
-            records.append(
-                WeightRecord(name, _owner(components, name), FloatWeight(stored(header)), (name,), checkpoint)
-            )
+            records.append(WeightRecord(name, naming.component(name), FloatWeight(stored(header)), (name,), checkpoint))
     if foreign := [name for name in checkpoint.tensors if name.endswith(FOREIGN_ROLES)]:
         problems.append(_foreign([checkpoint.tensors[name] for name in foreign]))
         return []
     unstated: dict[str, dict[str, dict[str, TensorHeader]]] = defaultdict(dict)
     found: list[WaybillError] = []
     for name, sidecars in packed.items():
-        component = _owner(components, name)
-        plan = quantization.for_component(component)
-        if plan is None:
+        component = naming.component(name)
+        if policy.quantization.for_component(component) is None:
             unstated[component][name] = sidecars
         elif name in checkpoint.tensors:
             found.append(_both(name, sidecars, checkpoint.tensors[name]))
-        elif (storage := _packed(name, sidecars, plan, kind_of, found)) is not None:
+        elif (storage := _packed(name, sidecars, policy, found)) is not None:
             tensors = tuple(header.name for header in sidecars.values())
             records.append(WeightRecord(name, component, storage, tensors, checkpoint))
-    problems += [_no_metadata(component, weights, components) for component, weights in unstated.items()]
+    problems += [
+        _no_metadata(component, weights, naming.components.only is not None) for component, weights in unstated.items()
+    ]
     problems += _folded(found)
     return [] if unstated else records
-
-
-def _owner(components: ComponentManifest, name: str) -> str:
-    """The component a weight belongs to; "" when none owns it, which the target will call unclaimed."""
-    if components.only is not None:
-        return components.only.name
-    owner = components.owner_of(name.rpartition(".")[0])
-    return owner.name if owner is not None else ""
 
 
 def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
@@ -98,19 +80,14 @@ def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
 
 
 def _packed(
-    name: str,
-    sidecars: Mapping[str, TensorHeader],
-    plan: ComponentQuantizationPlan,
-    kind_of: Callable[[str], str],
-    problems: list[WaybillError],
+    name: str, sidecars: Mapping[str, TensorHeader], policy: Policy, problems: list[WaybillError]
 ) -> AffinePackedWeight | None:
     from waybill.codecs.registry import CODECS  # numpy comes with it; a float checkpoint is planned without
 
     module = name.removesuffix(".weight")
-    kind = kind_of(module)
-    config = plan.for_module(module, kind)
+    config = policy.of(module)
     if config is None:
-        problems.append(_float_by_policy(name, sidecars, plan.reason(module, kind)))
+        problems.append(_float_by_policy(policy.naming.place(name), sidecars, policy.reason(module)))
         return None
     codec = CODECS[config.method]
     if found := codec.check(name, sidecars, config):
@@ -133,11 +110,8 @@ def _foreign(headers: list[TensorHeader]) -> WaybillError:
     )
 
 
-def _no_metadata(
-    component: str, packed: Mapping[str, Mapping[str, TensorHeader]], components: ComponentManifest
-) -> WaybillError:
+def _no_metadata(component: str, packed: Mapping[str, Mapping[str, TensorHeader]], whole: bool) -> WaybillError:
     headers = [header for sidecars in packed.values() for header in sidecars.values()]
-    whole = components.only is not None
     return UnsupportedQuantization(
         "the checkpoint holds packed weights, and no metadata says how they are packed",
         where=_places(headers) if whole else f"{component or 'no component'}: {_places(headers)}",
@@ -163,10 +137,10 @@ def _both(name: str, sidecars: Mapping[str, TensorHeader], plain: TensorHeader) 
     )
 
 
-def _float_by_policy(name: str, sidecars: Mapping[str, TensorHeader], reason: str) -> WaybillError:
+def _float_by_policy(place: str, sidecars: Mapping[str, TensorHeader], reason: str) -> WaybillError:
     return PackingMismatch(
         "a weight is packed on disk, and float by the metadata",
-        where=f"{name} ({next(iter(sidecars.values())).file})",
+        where=f"{place} ({next(iter(sidecars.values())).file})",
         expected=f"a float weight, by {reason}",
         found=_names(sidecars),
         fix="correct the quantization metadata, or use the weights it belongs to",

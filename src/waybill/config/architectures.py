@@ -107,3 +107,91 @@ ARCHITECTURES = {
     )
 }
 BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES.values()}
+
+FAMILY_OF = {
+    name: family
+    for family, names in {
+        "t5": ("T5ForConditionalGeneration", "t5"),
+        "whisper": ("WhisperForConditionalGeneration", "whisper"),
+        "llava": ("LlavaForConditionalGeneration", "llava"),
+        "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "qwen2_audio"),
+    }.items()
+    for name in names
+}
+"""Architecture, and model type for files that name none, to family; every other is a decoder's."""
+KNOWN = (*ARCHITECTURES, *(name for name in FAMILY_OF if name[0].isupper()))
+"""Every architecture that can be planned."""
+
+PART_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "t5": {
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_decoder_layers": None,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": 1e-6,
+        "feed_forward_proj": "relu",
+    },
+    "whisper": {
+        "vocab_size": 51865,
+        "num_mel_bins": 80,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 6,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 6,
+        "decoder_ffn_dim": 1536,
+        "encoder_ffn_dim": 1536,
+        "activation_function": "gelu",
+        "d_model": 384,
+        "scale_embedding": False,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "tie_word_embeddings": True,
+    },
+    "clip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    "siglip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+        "vision_use_head": True,
+    },
+    "qwen2_audio_encoder": {
+        "num_mel_bins": 128,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "d_model": 1280,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "max_source_positions": 1500,
+    },
+    "llava": {
+        "image_token_index": 32000,
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+    },
+    "qwen2_audio": {"audio_token_index": 151646},
+}
+"""By model type, what transformers' classes of models of several networks, and of their parts, assume."""

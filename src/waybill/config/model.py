@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from waybill.config.architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
+from waybill.config.architectures import ARCHITECTURES, BY_MODEL_TYPE, KNOWN, Architecture
 from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.rope import RotaryConfig, read_rotary
 from waybill.errors import (
@@ -69,6 +69,20 @@ class ModelConfig:
     decoder_sparse_step: int = 1
     extra_layers: int = 0
     """Multi-token-prediction layers stored after the last decoder layer (num_nextn_predict_layers)."""
+
+    @property
+    def text(self) -> ModelConfig:
+        """The language model, which is all of it."""
+        return self
+
+    @property
+    def context_length(self) -> int:
+        """Positions the model was made for, prompt and answer together."""
+        return self.rotary_config.max_position
+
+    def run_facts(self, _hf_config: Mapping[str, Any], _generation: Mapping[str, Any]) -> dict[str, Any]:
+        """What running the model takes besides its graph: nothing."""
+        return {}
 
     @property
     def is_moe(self) -> bool:
@@ -170,13 +184,13 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     # Stems only: every name ends alike, and a shared ending is no likeness.
-    stems = {known.removesuffix(_ENDING): known for known in ARCHITECTURES}
+    stems = {known.removesuffix(_ENDING): known for known in KNOWN}
     near = get_close_matches(str(name).removesuffix(_ENDING), stems, n=1, cutoff=0.75)
     problems.append(
         UnsupportedArchitecture(
             "unknown architecture",
             where=f"{where}: architectures",
-            expected=" | ".join(ARCHITECTURES),
+            expected=" | ".join(KNOWN),
             found=f"{name or 'none stated'} (model_type {raw.get('model_type')!r})"[:160],
             fix=f"did the config mean {stems[near[0]]}?" if near else "use a checkpoint of a supported architecture",
         )
@@ -208,7 +222,7 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         attention_bias=config_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         model_type=architecture.model_type,
         architectures=[architecture.name],
-        dtype=_dtype(fields, notices),
+        dtype=read_dtype(fields, notices),
         attention_output_bias=config_bias,
         mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias"),
         qk_norm=architecture.qk_norm,
@@ -230,7 +244,8 @@ def _tied_by_quantizer(raw: Mapping[str, Any]) -> bool:
     return isinstance(block, Mapping) and block.get("tie_word_embeddings") is True
 
 
-def _dtype(fields: Fields, notices: list[str]) -> str | None:
+def read_dtype(fields: Fields, notices: list[str]) -> str | None:
+    """The safetensors tag of the dtype a config states, if it does."""
     stated = {key: str(fields.raw[key]) for key in ("dtype", "torch_dtype") if fields.stated(key)}
     tags = {key: DTYPE_TAGS.get(name.removeprefix("torch.")) for key, name in stated.items()}
     if len(set(tags.values())) > 1 or None in tags.values():

@@ -6,6 +6,7 @@ Strict: an unknown method, a missing number or two places that disagree are refu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from waybill.config.fields import Fields
@@ -76,10 +77,13 @@ def _stated(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return out
 
 
-def read_plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
+def read_plan(
+    block: Mapping[str, Any], where: str, problems: list[WaybillError], *, by_path: bool = False
+) -> ComponentQuantizationPlan | None:
     """What one block of metadata says of one component; problems are appended, not raised.
 
-    `where` is the place it stands in; the name of a side file says the method when the block does not.
+    `where` is the place it stands in; the name of a side file says the method when the block does not. `by_path`: the
+    block is an entry for a component, which no producer writes: its literals are module paths, whatever the method.
     """
     before = len(problems)
     method = _method(block, where)
@@ -96,6 +100,8 @@ def read_plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]
         return None
     if len(problems) > before:
         return None
+    if by_path:
+        plan = _with_paths(plan, where)
     known = BITS[plan.layout.method]
     changes = [value.changes or {} for value in plan.override_values]
     for bits in dict.fromkeys([plan.layout.bits, *(change["bits"] for change in changes if "bits" in change)]):
@@ -103,6 +109,26 @@ def read_plan(block: Mapping[str, Any], where: str, problems: list[WaybillError]
             expected = " or ".join(map(str, known)) + " bits"
             problems.append(_unsupported("the bit width is not supported", where, expected, f"{bits} bits"))
     return plan if len(problems) == before else None
+
+
+def _with_paths(plan: ComponentQuantizationPlan, where: str) -> ComponentQuantizationPlan:
+    """The same plan, whose literal exclusions and overrides mean a module and everything below it."""
+    if plan.layout.method != "olive":
+        return plan  # the others' exclusions are paths already, and their rules are expressions
+    return replace(
+        plan,
+        modules_to_not_convert=module_paths(
+            plan.modules_to_not_convert.patterns, f"{where}.{plan.modules_to_not_convert.field}"
+        ),
+        overrides=module_paths(plan.overrides.patterns, f"{where}.{plan.overrides.field}"),
+    )
+
+
+RULES = (
+    "modules_to_not_convert", "overrides", "dynamic", "extra_config", "modules_in_block_to_quantize",
+    "block_name_to_quantize", "to_quant_block_names",
+)  # fmt: skip
+"""Fields that speak of single modules."""
 
 
 def _unsupported(what: str, where: str, expected: str, found: str) -> UnsupportedQuantization:
@@ -149,6 +175,14 @@ def _strings(fields: Fields, key: str) -> list[str]:
     return list(fields.strings(key))
 
 
+def _tables(fields: Fields) -> dict[str, bool]:
+    """Which tables are packed, by the producers' words for it and by those of component entries."""
+    return {
+        "head": fields.boolean("quantize_lm_head") or fields.boolean("lm_head"),
+        "embedding": fields.boolean("quantize_embeddings") or fields.boolean("embeds"),
+    }
+
+
 def _exclusions(fields: Fields) -> Matcher:
     key = "modules_to_not_convert"
     return module_paths(_strings(fields, key), f"{fields.where}.{key}")
@@ -185,7 +219,7 @@ def _gptq(fields: Fields) -> ComponentQuantizationPlan:
         overrides=gptq_dynamic(patterns, f"{fields.where}.dynamic"),
         override_values=tuple(values),
         within=_block_members(fields),
-        heads={"head": fields.boolean("lm_head")},
+        heads=_tables(fields),
     )
 
 
@@ -235,7 +269,7 @@ def _awq(fields: Fields) -> ComponentQuantizationPlan:
         layout=_layout(fields, "awq", not zero_point),
         modules_to_not_convert=_exclusions(fields),
         overrides=gptq_dynamic([], fields.where),
-        heads={},
+        heads=_tables(fields),
     )
 
 
@@ -249,11 +283,7 @@ def _olive(fields: Fields) -> ComponentQuantizationPlan:
         ),
         overrides=olive_overrides(list(overrides), f"{fields.where}.overrides"),
         override_values=tuple(Override(changes=_changes(change, fields)) for change in overrides.values()),
-        heads={
-            "head": fields.boolean("lm_head"),
-            "embedding": fields.boolean("embeds"),
-            "experts": fields.boolean("moe"),
-        },
+        heads=_tables(fields) | {"experts": fields.boolean("moe")},
     )
 
 
@@ -291,7 +321,7 @@ def _auto_round(fields: Fields) -> ComponentQuantizationPlan:
         override_values=tuple(changes),
         exact_overrides=dict(zip(extra, changes, strict=True)),
         within=module_paths(within, f"{fields.where}.block_name_to_quantize") if within else None,
-        heads={},
+        heads=_tables(fields),
     )
 
 

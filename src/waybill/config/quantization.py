@@ -6,7 +6,7 @@ packed as is decided by the first of: an exclusion, an override, the layout of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,29 +53,32 @@ class ComponentQuantizationPlan:
     heads: Mapping[str, bool] = field(default_factory=dict)
     """Kinds of tables (`head`, `embedding`) the producer states to be packed or not."""
 
-    def for_module(self, name: str, kind: str = "linear") -> QuantizationConfig | None:
-        """The effective layout, or None for float."""
-        override = self.exact_overrides.get(name)
-        if override is None and (first := self.overrides.first(name)) is not None:
+    def for_module(self, name: str | Sequence[str], kind: str = "linear") -> QuantizationConfig | None:
+        """The effective layout, or None for float. A module that has several names is meant by a rule for any."""
+        names = _names(name)
+        override = next((self.exact_overrides[n] for n in names if n in self.exact_overrides), None)
+        if override is None and (first := _first(self.overrides, names)) is not None:
             override = self.override_values[first]
         if override is not None and override.changes is None:
             return None
-        if self.modules_to_not_convert.first(name) is not None:
+        if _first(self.modules_to_not_convert, names) is not None:
             return None
         stated = override is not None
         if not stated and not self.heads.get(kind, kind == "linear"):
             return None
-        if not stated and self.within is not None and kind == "linear" and self.within.first(name) is None:
+        if not stated and self.within is not None and kind == "linear" and _first(self.within, names) is None:
             return None
         return replace(self.layout, **override.changes) if override and override.changes else self.layout
 
-    def reason(self, name: str, kind: str = "linear") -> str:
+    def reason(self, name: str | Sequence[str], kind: str = "linear") -> str:
         """Which part of the metadata decides, in words."""
-        if name in self.exact_overrides:
-            return f"the entry {name!r}"
-        if (first := self.overrides.first(name)) is not None:
+        names = _names(name)
+        for one in names:
+            if one in self.exact_overrides:
+                return f"the entry {one!r}"
+        if (first := _first(self.overrides, names)) is not None:
             return f"the rule {self.overrides.patterns[first]!r}"
-        if (first := self.modules_to_not_convert.first(name)) is not None:
+        if (first := _first(self.modules_to_not_convert, names)) is not None:
             return f"the exclusion {self.modules_to_not_convert.patterns[first]!r}"
         if kind != "linear":
             return f"the default for an {kind}" if kind == "embedding" else f"the default for a {kind}"
@@ -85,6 +88,15 @@ class ComponentQuantizationPlan:
         """Every list of patterns with the metadata's name for it, for counting hits."""
         lists = (self.modules_to_not_convert, self.overrides, self.within)
         return [(matcher.field, matcher) for matcher in lists if matcher is not None]
+
+
+def _names(name: str | Sequence[str]) -> Sequence[str]:
+    return (name,) if isinstance(name, str) else name
+
+
+def _first(matcher: Matcher, names: Sequence[str]) -> int | None:
+    """The position of the first pattern that selects any of the names."""
+    return min((at for name in names if (at := matcher.first(name)) is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

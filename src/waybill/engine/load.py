@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from waybill.api import plan
-from waybill.blueprint import HEAD
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
+from waybill.config import ModelConfig
 from waybill.engine.distributed import all_agree, get_tp_info
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.engine.layers.rotary import set_rope_device
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
 from waybill.errors import DeviceUnavailable, OtherRankFailed, WaybillError
+from waybill.families.decoder import HEAD
 from waybill.plan import Binding, Plan
 from waybill.plan.collection import uncollected
 from waybill.plan.stream import IN_FLIGHT, equals, stream
@@ -86,6 +87,8 @@ def load_model(
     place = _device(device)
     bill = bill or _plan(path, dtype)
     config = bill.require_clean()
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"a clean plan for the engine of a {config.model_type} model")
     set_rope_device(place)
     with torch.device("meta"), torch_dtype(TORCH_DTYPES[bill.dtype]):
         model = create_model(config, bill.packings)

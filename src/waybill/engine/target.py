@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from waybill.blueprint import DECODER_MERGES, decoder_parameters
-from waybill.plan.target import Target
+from collections.abc import Iterator, Sequence
 
-TORCH = Target("torch", DECODER_MERGES, decoder_parameters)
+from waybill.config import ModelConfig
+from waybill.config.composite import Config
+from waybill.errors import UnsupportedArchitecture, WaybillError
+from waybill.plan import ParameterSpec, Target
+
+
+def _refusals(config: Config, _specs: Sequence[ParameterSpec], _dtype: str) -> Iterator[WaybillError]:
+    if not isinstance(config, ModelConfig):
+        yield UnsupportedArchitecture(
+            "the engine runs decoders only",
+            where=f"config.json: architectures {config.architectures[0]}",
+            expected="a decoder-only language model",
+            found=f"a {config.model_type} model, which is several networks",
+            fix="export it with waybill export, and run the package",
+        )
+
+
+TORCH = Target("torch", refusals=_refusals)
 """The PyTorch engine: q, k, v and gate, up merged; experts in banks."""

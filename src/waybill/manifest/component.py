@@ -16,6 +16,10 @@ Sources = Mapping[str, Sequence[str]]
 """Component name to the Hugging Face module paths whose weights it owns; "" is the whole model."""
 SourcesHook = Callable[..., Sources]
 """Called with model_type= and hf_config=, for architectures whose sources depend on the config."""
+Aliases = Mapping[str, Mapping[str, str]]
+"""Component name to {local module path: Hugging Face module path}, where no root explains the one by the other."""
+AliasHook = Callable[..., Aliases]
+"""Called with hf_config=, for aliases that depend on the config; it needs no model type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +32,31 @@ class ComponentDescriptor:
     source_paths: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Local module path to Hugging Face module path, where no root explains the one by the other."""
+    excluded_methods: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Module path (`*` is any one segment) to the quantization methods that never pack it or anything below it."""
+
+    def excludes(self, module: str, method: str) -> bool:
+        """Whether the model itself keeps a module float under a method, whatever metadata says."""
+        return any(method in methods and _covers(path, module) for path, methods in self.excluded_methods.items())
 
     def source_module_names(self, local_path: str) -> tuple[str, ...]:
         """The Hugging Face module names a local module path may stand for, most specific root first.
 
         A local path that starts like a root's last shared segment is anchored there: `model.layers.0` at the root
         `model.language_model` is `model.language_model.layers.0`. A path that is an alias or a source of its own is
-        what that says, and is put under no root: a top-level head does not become a head of the decoder's.
+        what that says, and is put under no root: a top-level head does not become a head of the decoder's. Neither is a
+        path that begins with a whole root, which is a Hugging Face name already.
         """
         if local_path in self.aliases:
             return (self.aliases[local_path],)
-        if local_path in self.source_paths:
+        if local_path in self.source_paths or local_path in self.aliases.values():
+            return (local_path,)
+        if any(root and owns(root, local_path) for root in self.source_paths):
             return (local_path,)
         first, _, rest = local_path.partition(".")
         names = []
         for root in sorted(self.source_paths, key=len, reverse=True):
-            if not root or owns(root, local_path):
+            if not root:
                 names.append(local_path)
             elif first in root.split("."):
                 names.append(f"{root}.{rest}" if rest else root)
@@ -85,7 +98,7 @@ class ComponentManifest:
         """The component whose source path is the longest that holds a Hugging Face module; None when none does."""
         found, length = None, -1
         for component in self.components:
-            for root in component.source_paths:
+            for root in (*component.source_paths, *component.aliases.values()):
                 if len(root) > length and owns(root, module):
                     found, length = component, len(root)
         return found
@@ -111,14 +124,17 @@ def resolve_components(
     sources: Sources,
     *,
     hook: SourcesHook | None = None,
-    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    aliases: Aliases | None = None,
+    alias_hook: AliasHook | None = None,
+    excluded_methods: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
     model_type: str | None = None,
     hf_config: Mapping[str, Any] | None = None,
 ) -> ComponentManifest:
     """Combine what the task, its roles and the model's source declarations say.
 
     A hook is asked when a model type is known (given, or in the config), and what it says replaces the static sources
-    of the components it names. Without a model type it is not asked, and nothing is guessed in its place.
+    of the components it names. Without a model type it is not asked, and nothing is guessed in its place. Aliases may
+    depend on the config alone, so their hook is asked whenever there is one.
 
     Raises:
         UnresolvedComponent: a component of the task has no role or no source path.
@@ -127,6 +143,7 @@ def resolve_components(
     stated: dict[str, Sequence[str]] = dict(sources)
     if hook is not None and known:
         stated |= hook(model_type=known, hf_config=hf_config)
+    hooked = alias_hook(hf_config=hf_config or {}) if alias_hook is not None else {}
     components = []
     for name, path in task.components.items():
         role, paths = task.roles.get(name), stated.get(name)
@@ -138,10 +155,14 @@ def resolve_components(
                 found=f"role {role or 'none'}, source paths {', '.join(paths or ()) or 'none'}",
                 fix="declare the component's sources beside the architecture",
             )
-        alias = (aliases or {}).get(name, {})
         components.append(
             ComponentDescriptor(
-                name=name, module_attribute_path=path, role=role, source_paths=tuple(paths), aliases=alias
+                name=name,
+                module_attribute_path=path,
+                role=role,
+                source_paths=tuple(paths),
+                aliases={**(aliases or {}).get(name, {}), **hooked.get(name, {})},
+                excluded_methods=(excluded_methods or {}).get(name, {}),
             )
         )
     return ComponentManifest(tuple(components))
@@ -150,3 +171,9 @@ def resolve_components(
 def owns(root: str, module: str) -> bool:
     """Whether a module is a root or lies below it, by whole path segments."""
     return not root or module == root or module.startswith(f"{root}.")
+
+
+def _covers(path: str, module: str) -> bool:
+    """The same, where a `*` of the path stands for any one segment."""
+    wanted, segments = path.split("."), module.split(".")
+    return len(segments) >= len(wanted) and all(w in ("*", s) for w, s in zip(wanted, segments, strict=False))

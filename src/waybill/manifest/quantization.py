@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from waybill.config.producers import difference, read_plan
-from waybill.config.quantization import ComponentQuantizationManifest, ComponentQuantizationPlan
+from waybill.config.producers import RULES, difference, read_plan
+from waybill.config.quantization import (
+    ComponentQuantizationManifest,
+    ComponentQuantizationPlan,
+    QuantizationConfig,
+)
 from waybill.errors import BadConfig, ConfigConflict, WaybillError
 from waybill.manifest.component import ComponentManifest
+from waybill.manifest.naming import Naming
 
 NESTED = {"text_config": "decoder", "vision_config": "vision_encoder", "audio_config": "audio_encoder"}
 """Nested configs that may state the quantization of the component with that role."""
+WHOLE = "config.json: quantization_config"
 
 Block = Mapping[str, Any]
+
+
+class Statement(NamedTuple):
+    """What one place says of one component. `by_path`: it is an entry for the component, not a producer's block."""
+
+    component: str
+    where: str
+    block: Block
+    by_path: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What each module of a checkpoint is packed as, by its metadata: the one object that everybody asks."""
+
+    naming: Naming
+    quantization: ComponentQuantizationManifest
+
+    def plan_of(self, module: str) -> ComponentQuantizationPlan | None:
+        """What is said of the component that owns a stored module; None when that component is float."""
+        return self.quantization.for_component(self.naming.component(module))
+
+    def of(self, module: str) -> QuantizationConfig | None:
+        """A stored module's effective layout, or None for float."""
+        plan = self.plan_of(module)
+        if plan is None:
+            return None
+        config = plan.for_module(self.naming.names(module), self.naming.kind(module))
+        return None if config is not None and self._excluded(module, config.method) else config
+
+    def reason(self, module: str) -> str:
+        """What decides it, in words."""
+        plan = self.plan_of(module)
+        if plan is None:
+            return f"the metadata, which has no entry for {self.naming.component(module) or 'it'}"
+        if self._excluded(module, plan.layout.method):
+            return f"the model, which keeps it float under {plan.layout.method}"
+        return plan.reason(self.naming.names(module), self.naming.kind(module))
+
+    def _excluded(self, module: str, method: str) -> bool:
+        owner = self.naming.components.owner_of(self.naming.runtime(module))
+        return owner is not None and owner.excludes(self.naming.runtime(module), method)
 
 
 def read_quantization(
@@ -21,71 +70,105 @@ def read_quantization(
     side_files: Mapping[str, Mapping[str, Any]],
     components: ComponentManifest,
     problems: list[WaybillError],
+    packed: Collection[str] = (),
 ) -> ComponentQuantizationManifest:
-    """One plan for each component that some place calls packed; problems are appended, not raised."""
-    stated: dict[str, dict[str, Block]] = {}
-    for component, where, block in _statements(config, side_files, components, problems):
-        stated.setdefault(component, {})[where] = block
+    """One plan for each component that some place calls packed; problems are appended, not raised.
+
+    Args:
+        config: the parsed config.json.
+        side_files: metadata files beside it, by name.
+        components: whose parts are spoken of.
+        problems: where problems go.
+        packed: the components of which something is packed on disk. What is said of a whole model of several
+            components is said of those, except for its rules about single modules: it was not written for the parts.
+    """
+    stated: dict[str, list[Statement]] = {}
+    for statement in _statements(config, side_files, components, packed, problems):
+        stated.setdefault(statement.component, []).append(statement)
     plans = {name: plan for name, places in stated.items() if (plan := _agreed(places, problems)) is not None}
     return ComponentQuantizationManifest(plans)
 
 
-def _agreed(places: Mapping[str, Block], problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
+def _agreed(places: list[Statement], problems: list[WaybillError]) -> ComponentQuantizationPlan | None:
     """The plan of the first place, which the others must repeat."""
-    (where, block), *others = places.items()
-    for other, again in others:
-        if (found := difference(block, where, again, other)) is not None:
+    first, *others = places
+    for other in others:
+        if (found := difference(first.block, first.where, other.block, other.where)) is not None:
             problems.append(
                 ConfigConflict(
                     "two places state the quantization differently",
-                    where=f"{where} and {other}",
+                    where=f"{first.where} and {other.where}",
                     expected="one statement",
                     found=found,
                     fix="remove the one that does not describe these weights",
                 )
             )
-    return read_plan(block, where, problems)
+    return read_plan(first.block, first.where, problems, by_path=first.by_path)
 
 
 def _statements(
     config: Mapping[str, Any],
     side_files: Mapping[str, Mapping[str, Any]],
     components: ComponentManifest,
+    packed: Collection[str],
     problems: list[WaybillError],
-) -> Iterator[tuple[str, str, Block]]:
-    """(component, place, block): the authoritative places first. What is model-wide is the only component's."""
+) -> Iterator[Statement]:
+    """The authoritative places first; what is said of the whole model last."""
     block = config.get("quantization_config")
-    inner = block.get("components") if isinstance(block, Mapping) else None
-    for where, entries in (
-        ("config.json: component_quantization", config.get("component_quantization")),
-        ("config.json: quantization_config.components", inner),
-    ):
-        if isinstance(entries, Mapping):
-            yield from _by_name(where, entries, components, problems)
+    block = block if isinstance(block, Mapping) else {}
+    entries = {
+        "config.json: component_quantization": config.get("component_quantization"),
+        f"{WHOLE}.components": block.get("components"),
+    }
+    for where, named in entries.items():
+        if isinstance(named, Mapping):
+            yield from _by_name(where, named, components, problems)
     by_role = {component.role: component.name for component in components.components}
+    nested = [
+        Statement(by_role[role], f"config.json: {key}.quantization_config", entry)
+        for key, role in NESTED.items()
+        if role in by_role and isinstance(entry := _nested(config, key), Mapping) and entry
+    ]
     only = components.only
-    if only is not None and not isinstance(inner, Mapping) and isinstance(block, Mapping) and block:
-        yield only.name, "config.json: quantization_config", block
-    for key, role in NESTED.items():
-        nested = config.get(key)
-        entry = nested.get("quantization_config") if isinstance(nested, Mapping) else None
-        if isinstance(entry, Mapping) and entry and role in by_role:
-            yield by_role[role], f"config.json: {key}.quantization_config", entry
+    if only is not None and not isinstance(block.get("components"), Mapping) and block:
+        yield Statement(only.name, WHOLE, block)
+    yield from nested
     if only is not None:
-        for file, content in side_files.items():
-            if content:
-                yield only.name, file, content
+        yield from (Statement(only.name, file, content) for file, content in side_files.items() if content)
+        return
+    if components.is_whole:
+        own = {statement.component for statement in nested}
+        explicit = any(isinstance(named, Mapping) for named in entries.values())
+        # A component with a statement of its own is an exception; but the text model's must be the whole model's.
+        meant = set() if explicit else {*packed} - own
+        meant |= {by_role["decoder"]} if "decoder" in by_role and (own or explicit) else set()
+        for where, content in {WHOLE: block, **side_files}.items():
+            layout = {key: value for key, value in content.items() if key not in (*RULES, "components")}
+            yield from (Statement(name, where, layout) for name in sorted(meant) if layout)
+
+
+def _nested(config: Mapping[str, Any], key: str) -> Any:
+    inner = config.get(key)
+    return inner.get("quantization_config") if isinstance(inner, Mapping) else None
+
+
+def unused_rules(config: Mapping[str, Any], components: ComponentManifest) -> list[str]:
+    """Rules about single modules that a statement about a whole model of several components makes, and nobody reads."""
+    block = config.get("quantization_config")
+    if components.only is not None or not isinstance(block, Mapping) or isinstance(block.get("components"), Mapping):
+        return []
+    return [key for key in RULES if block.get(key)]
 
 
 def _by_name(
     where: str, entries: Mapping[str, Any], components: ComponentManifest, problems: list[WaybillError]
-) -> Iterator[tuple[str, str, Block]]:
+) -> Iterator[Statement]:
     known = [component.name for component in components.components]
     for name, entry in entries.items():
         if entry is None or entry == {}:
             continue  # float, as a component without an entry is
         if name in known and isinstance(entry, Mapping):
-            yield name, f"{where}.{name}", entry
+            yield Statement(name, f"{where}.{name}", entry, by_path=True)
             continue
         problems.append(
             BadConfig(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from waybill.checkpoint import Checkpoint
 from waybill.onnx import gate
+from waybill.onnx.component import Component
 from waybill.onnx.data import Layout
-from waybill.onnx.decoder import Options
 from waybill.onnx.graph import TAGS, Graph, form
+from waybill.onnx.options import Options
 from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
@@ -41,29 +42,26 @@ def source(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def component_bill(
-    file: str,
-    graph_digest: str,
-    graph: Graph,
-    layout: Layout,
-    bindings: Mapping[str, Binding],
-    checked: Sequence[Binding],
-    specs: Mapping[str, ParameterSpec],
-    digests: Mapping[str, str],
+    component: Component, layout: Layout, graph_digest: str, digests: Mapping[str, str]
 ) -> dict[str, Any]:
     """One component: its graph, its initializers, and what was read only to be checked or compared."""
+    if not component.bound:
+        return {"file": component.file, "initializers": {}}
+    graph, bindings = component.graph, component.bindings
+    names = [name for name in layout.places if name in bindings or name in graph.tables]
     return {
-        "file": file,
+        "file": component.file,
         "sha256": graph_digest,
         "initializers": {
             name: {
-                "file": place.file,
-                "offset": place.offset,
-                "bytes": place.nbytes,
+                "file": layout.places[name].file,
+                "offset": layout.places[name].offset,
+                "bytes": layout.places[name].nbytes,
                 "sha256": digests[name],
                 **_form(graph, name),
-                **(_origin(bindings[name], specs) if name in bindings else TABLE),
+                **(_origin(bindings[name], component.specs) if name in bindings else TABLE),
             }
-            for name, place in layout.places.items()
+            for name in names
         },
         "checked": [
             {
@@ -72,7 +70,7 @@ def component_bill(
                 "operations": list(binding.operations),
                 **({"same_as": binding.tied_to} if binding.tied_to else {}),
             }
-            for binding in checked
+            for binding in (*component.checked, *component.shared)
         ],
     }
 

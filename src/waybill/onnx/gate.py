@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -11,7 +11,7 @@ from operator import mul
 import onnx_ir as ir
 
 from waybill.errors import UnboundParameter, WaybillError, some
-from waybill.onnx.graph import IR_DTYPES, TAGS, Graph, form
+from waybill.onnx.graph import IR_DTYPES, TAGS, Graph, every_node, form
 from waybill.plan import Binding
 
 ROWS = ".rows"
@@ -30,7 +30,7 @@ class Need:
 
 def needs(graph: Graph) -> Iterator[Need]:
     """Every packed weight with the shapes its node's attributes imply, every other initializer with its own."""
-    for node in graph.nodes:
+    for node in every_node(graph.nodes):
         implied = _implied(node)
         for at, value in enumerate(node.inputs):
             if value is None or graph.parameters.get(value.name or "") is not value:
@@ -75,11 +75,11 @@ def _shape(node: ir.Node, at: int) -> tuple[int, ...]:
     return value.shape.numpy() if value is not None and value.shape is not None else ()
 
 
-def check(graph: Graph, bindings: Mapping[str, Binding]) -> list[WaybillError]:
+def check(graphs: Iterable[Graph], bindings: Mapping[str, Binding]) -> list[WaybillError]:
     """Every initializer that nothing brings, every weight that no node takes, every disagreement about a form."""
     problems: list[WaybillError] = []
     taken: set[str] = set()
-    for need in needs(graph):
+    for graph, need in ((each, need) for each in graphs for need in needs(each)):
         name = need.name.removesuffix(ROWS)
         if name in graph.tables:
             continue

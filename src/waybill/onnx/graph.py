@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ IR_DTYPES = {
     "I64": ir.DataType.INT64,
 }
 """Safetensors tags of what a package holds."""
+INT32 = int(ir.DataType.INT32)
+"""What a Cast is told: lengths and masks are this inside a graph, and I64 outside."""
 TAGS = {dtype: tag for tag, dtype in IR_DTYPES.items()}
+LEGIBLE = 8
+"""Values of a constant that still make a name; more are named by their digest."""
 
 Dim = int | str
 
@@ -63,7 +68,10 @@ class Graph:
     def constant(self, values: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
         """A small constant inside the graph; equal ones are one."""
         array = np.asarray(values, dtype)
-        name = f"constant/{array.dtype}{list(array.shape)}/{','.join(map(str, array.ravel().tolist()))}"
+        written = ",".join(map(str, array.ravel().tolist()))
+        if array.size > LEGIBLE:
+            written = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        name = f"constant/{array.dtype}{list(array.shape)}/{written}"
         if name not in self._constants:
             self._constants[name] = ir.Value(name=name, const_value=ir.tensor(array, name=name))
         return self._constants[name]
@@ -93,6 +101,23 @@ class Graph:
         """The same for the usual case, one output."""
         return self.node(name, operator, *inputs, domain=domain, **attributes)[0]
 
+    def choose(
+        self,
+        name: str,
+        condition: ir.Value,
+        then: Callable[[Graph], Sequence[ir.Value]],
+        otherwise: Callable[[Graph], Sequence[ir.Value]],
+    ) -> list[ir.Value]:
+        """One of two branches, which use this graph's values and parameters, by a boolean. Their outputs correspond."""
+        branches: dict[str, Any] = {}
+        count = 0
+        for label, fill in (("then_branch", then), ("else_branch", otherwise)):
+            inner = replace(self, nodes=[])
+            made = fill(inner)
+            count = len(made)
+            branches[label] = ir.Graph([], made, nodes=inner.nodes, name=f"{name}/{label}")
+        return self.node(name, "If", condition, outputs=count, **branches)
+
     def finish(self, name: str, tensors: dict[str, ir.TensorProtocol]) -> ir.Model:
         """The model, with a tensor for every parameter. A second time, with other tensors, it is the same model."""
         for parameter, value in self.parameters.items():
@@ -107,6 +132,15 @@ class Graph:
                 name=name,
             )
         return ir.Model(self._finished, ir_version=IR_VERSION, producer_name="waybill")
+
+
+def every_node(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """Nodes, and those of their branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from every_node(attribute.as_graph())
 
 
 def form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...]]:

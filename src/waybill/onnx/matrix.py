@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -27,10 +27,20 @@ class Matrices:
     specs: Mapping[str, ParameterSpec]
     dtype: str
     accuracy_level: int
+    served: Mapping[str, str] = field(default_factory=dict)
+    """Tied parameters that another one serves for."""
+
+    def inside(self, branch: Graph) -> Matrices:
+        """The same, in a branch of the graph."""
+        return replace(self, graph=branch)
+
+    def spec(self, name: str) -> ParameterSpec:
+        """A parameter, or the one that serves for it."""
+        return self.specs[self.served.get(name, name)]
 
     def product(self, name: str, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
         """x Wᵀ + b, [..., K] -> [..., N]."""
-        spec = self.specs[weight]
+        spec = self.spec(weight)
         added = self.vector(bias) if bias is not None and bias in self.specs else None
         if spec.packing is None:
             return self._float_product(name, x, spec, added)
@@ -55,7 +65,8 @@ class Matrices:
 
     def rows(self, name: str, ids: ir.Value, weight: str) -> ir.Value:
         """Rows of a table, [...] -> [..., K]."""
-        spec = self.specs[weight]
+        spec = self.spec(weight)
+        weight = spec.name
         if spec.packing is None:
             return self.graph.op(name, "Gather", self.graph.parameter(weight, self.dtype, spec.local_shape(0, 1)), ids)
         packing = spec.packing
@@ -85,7 +96,7 @@ class Matrices:
         return codes, scales, self.graph.parameter(name, "U8", (*rows, zero_bytes(blocks, packing.bits)))
 
     def vector(self, name: str) -> ir.Value:
-        """A norm's weight or a bias."""
+        """A norm's weight, a bias, or a convolution's kernel: any shape."""
         return self.graph.parameter(name, self.dtype, self.specs[name].local_shape(0, 1))
 
     def bank(self, name: str) -> ir.Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import onnx_ir as ir
 
 from waybill.errors import Refused
-from waybill.onnx.component import Component, Progress, unbound, write_component
+from waybill.onnx.component import Component, notices, unbound
 from waybill.onnx.data import lay_out
 from waybill.onnx.publish import publication, require_outside
 from waybill.onnx.verify.entries import ComponentEntries, read_entries
 from waybill.onnx.verify.structure import examine
+from waybill.onnx.writing import Progress, all_bindings, all_tables, write_package
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,6 @@ class SavedComponent:
     def nbytes(self) -> int:
         """Bytes of all initializers."""
         return sum(entry.nbytes for entry in self.entries.initializers.values())
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """None: they were about the checkpoint."""
-        return ()
 
     def model(self) -> ir.Model:
         """The graph; its initializers stay on disk until they are looked at."""
@@ -80,13 +77,32 @@ class ModelPackage(Mapping[str, Component | SavedComponent]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all initializers."""
-        return sum(component.nbytes for component in self.values())
+        """Bytes of all initializers; one that several components use counts once."""
+        built = self._built()
+        if not built:
+            places = {e.place: e.nbytes for saved in self._saved() for e in saved.entries.initializers.values()}
+            return sum(places.values())
+        brought = sum(binding.nbytes for binding in all_bindings(built).values())
+        return brought + sum(table.nbytes for table in all_tables(built).values())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of weights that more than one component uses, and that are stored once."""
+        uses = Counter(name for component in self._built().values() for name in component.bindings)
+        every = all_bindings(self._built()) if uses else {}
+        return sum(binding.nbytes for name, binding in every.items() if uses[name] > 1)
 
     @property
     def notices(self) -> list[str]:
-        """What planning found worth a line."""
-        return [line for component in self.values() for line in component.notices]
+        """What planning found worth a line; nothing for a package that was opened: it was about the checkpoint."""
+        built = self._built()
+        return notices(next(iter(built.values())).plan, built.values()) if built else []
+
+    def _built(self) -> dict[str, Component]:
+        return {name: component for name, component in self.items() if isinstance(component, Component)}
+
+    def _saved(self) -> list[SavedComponent]:
+        return [component for component in self.values() if isinstance(component, SavedComponent)]
 
     def save(
         self,
@@ -110,22 +126,23 @@ class ModelPackage(Mapping[str, Component | SavedComponent]):
             TargetExists, CannotWrite, CannotLink, UnboundPackage: nothing was written.
             WaybillError: a value is damaged or does not fit, or a file changed; nothing is left behind.
         """
-        (component,) = self.values()
         start = time.perf_counter()
-        if isinstance(component, SavedComponent):
-            return _copy(component, Path(folder), overwrite, progress, start)
-        if not component.bound and not allow_unbound:
-            raise unbound(str(folder), len(component.graph.parameters))
-        require_outside(Path(folder), component.plan.checkpoint.root)
-        layout = lay_out(component.bindings, component.graph.tables, link=link)
+        if saved := self._saved():
+            return _copy(saved[0].folder, self.nbytes, Path(folder), overwrite, progress, start)
+        components = self._built()
+        first = next(iter(components.values()))
+        if not first.bound and not allow_unbound:
+            raise unbound(str(folder), len({name for c in components.values() for name in c.graph.parameters}))
+        require_outside(Path(folder), first.plan.checkpoint.root)
+        layout = lay_out(all_bindings(components), all_tables(components), link=link)
         with publication(Path(folder), overwrite=overwrite, nbytes=layout.data_bytes) as staging:
-            write_component(component, layout, staging, progress)
-            if component.bound:
+            write_package(components, layout, staging, progress)
+            if first.bound:
                 _reopen(staging)
             written = time.perf_counter()
         end = time.perf_counter()
         linked = sum(place.nbytes for name, place in layout.places.items() if name in layout.linked)
-        summary = component.plan.summary() if component.bound else "skeleton: no weights"
+        summary = first.plan.summary() if first.bound else "skeleton: no weights"
         return Receipt(Path(folder), layout.data_bytes, linked, end - start, end - written, summary)
 
 
@@ -136,12 +153,12 @@ def _reopen(folder: Path) -> None:
         raise Refused(problems)
 
 
-def _copy(component: SavedComponent, folder: Path, overwrite: bool, progress: Progress, start: float) -> Receipt:
+def _copy(source: Path, nbytes: int, folder: Path, overwrite: bool, progress: Progress, start: float) -> Receipt:
     """A package that is already on disk, file by file: nothing in it depends on where it lies."""
-    require_outside(folder, component.folder)
-    with publication(folder, overwrite=overwrite, nbytes=component.nbytes) as staging:
-        shutil.copytree(component.folder, staging, dirs_exist_ok=True)
-        progress(component.nbytes)
+    require_outside(folder, source)
+    with publication(folder, overwrite=overwrite, nbytes=nbytes) as staging:
+        shutil.copytree(source, staging, dirs_exist_ok=True)
+        progress(nbytes)
         written = time.perf_counter()
     end = time.perf_counter()
-    return Receipt(folder, component.nbytes, 0, end - start, end - written, "copied")
+    return Receipt(folder, nbytes, 0, end - start, end - written, "copied")

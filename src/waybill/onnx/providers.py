@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from waybill.config import ModelConfig
+from waybill.config.composite import Config
 from waybill.config.model import DTYPE_TAGS
 from waybill.errors import UnsupportedByRuntime, WaybillError
 from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
@@ -21,9 +21,7 @@ MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
 """Bits of an expert's two banks that QMoE has attributes for."""
 
 
-def obstacles(
-    ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str
-) -> Iterator[tuple[str, str, str]]:
+def obstacles(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[tuple[str, str, str]]:
     """(where, what it can run, what the package would ask of it); nothing when it can run the package."""
     widths: dict[tuple[int, int], str] = {}
     for first, second in _banks(specs):
@@ -38,8 +36,8 @@ def obstacles(
         for (up, down), name in widths.items():
             if up != down:
                 yield name, "experts whose banks have the same number of bits", f"{up} and {down} bits"
-        if config.head_dim % 16:
-            yield "head_dim", "rotated heads of a multiple of 16", str(config.head_dim)
+        if config.text is not None and config.text.head_dim % 16:
+            yield "head_dim", "rotated heads of a multiple of 16", str(config.text.head_dim)
     else:
         if dtype == "F32":
             yield "dtype", "float16 or bfloat16: its attention knows no float32", "float32"
@@ -48,7 +46,7 @@ def obstacles(
                 yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
 
 
-def verdicts(config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:
+def verdicts(config: Config, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:
     """Whether each execution provider can run such a package, and why not."""
     found: dict[str, dict[str, Any]] = {}
     for ep, provider in PROVIDERS.items():
@@ -62,7 +60,7 @@ def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Para
     return zip(banks[::2], banks[1::2], strict=True)
 
 
-def _another(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> str:
+def _another(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str) -> str:
     """The options of a provider that could run the package, if need be in another dtype; empty when none could."""
     for name in PROVIDERS:
         for label, tag in [("", dtype), *((known, DTYPE_TAGS[known]) for known in DTYPES)]:
@@ -71,7 +69,7 @@ def _another(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype
     return ""
 
 
-def refusals(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[WaybillError]:
+def refusals(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[WaybillError]:
     """What keeps the chosen provider from running the package, and what no provider could hold."""
     other = _another(ep, config, specs, dtype)
     for where, expected, found in obstacles(ep, config, specs, dtype):
@@ -91,12 +89,13 @@ def refusals(ep: str, config: ModelConfig, specs: Sequence[ParameterSpec], dtype
                 found="one of each",
                 fix="use the engine, which multiplies each as it is",
             )
-    if config.rotary_config.max_position > MOST_POSITIONS:
+    positions = config.text.rotary_config.max_position if config.text is not None else 0
+    if positions > MOST_POSITIONS:
         yield UnsupportedByRuntime(
             "the package would hold a table of too many positions",
             where="max_position_embeddings",
             expected=f"at most {MOST_POSITIONS:,}",
-            found=f"{config.rotary_config.max_position:,}",
+            found=f"{positions:,}",
             fix="lower it in config.json to what will be used; it is the length of a table, and a cache is no longer",
         )
     rounded = [s for s in specs if s.packing is not None and dtype == "BF16" and s.packing.scale_dtype == "F16"]

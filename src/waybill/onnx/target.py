@@ -9,10 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from waybill.blueprint import DECODER_MERGES, EMBEDDING, Merges, decoder_parameters
-from waybill.config import ModelConfig
 from waybill.onnx.providers import refusals
-from waybill.plan.parameter import Packing, ParameterSpec
+from waybill.plan.parameter import Merges, ParameterSpec
 from waybill.plan.target import Target
 from waybill.weights import FloatWeight, LazyTensor, Storage, stored
 from waybill.weights.dtypes import Array
@@ -22,12 +20,8 @@ LARGEST_BLOCK = {2: 256, 4: 1024, 8: 1024}
 """Elements of K a scale may cover, by bits: what the CPU kernels take. Blocks are powers of two."""
 
 
-def onnx_parameters(
-    config: ModelConfig, packings: Mapping[str, Packing], merge_qkv: bool = True
-) -> list[ParameterSpec]:
-    """Every parameter of the graph. Groups become blocks the operators know: smaller groups say the same exactly."""
-    merges = Merges(qkv=merge_qkv and not config.qk_norm, gate_up=False, interleave=True)
-    specs = decoder_parameters(config, packings, merges)
+def in_blocks(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """The same parameters, whose groups become blocks the operators know: smaller groups say the same exactly."""
     blocks = {spec.name: _block(spec) for spec in specs if spec.packing is not None}
     for spec in specs:
         if spec.kind == "experts" and spec.name in blocks:  # one operator, one block size
@@ -51,7 +45,7 @@ def _legal(spec: ParameterSpec, block: int) -> ParameterSpec:
     if packing is None:
         return spec
     zeros = packing.zero_points and not packing.symmetric
-    return replace(spec, packing=packing._replace(group=block, zero_points=zeros or spec.name == EMBEDDING))
+    return replace(spec, packing=packing._replace(group=block, zero_points=zeros or spec.kind == "embedding"))
 
 
 def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
@@ -73,8 +67,8 @@ def onnx_target(ep: str = "cpu", *, link: bool = False) -> Target:
     """ONNX Runtime on one execution provider. To link to the checkpoint's bytes, q, k and v stay apart as stored."""
     return Target(
         "onnx",
-        DECODER_MERGES,
-        partial(onnx_parameters, merge_qkv=not link),
+        Merges(qkv=not link, normed_qkv=False, gate_up=False, interleave=True),
+        adjust=in_blocks,
         arrange=arrange,
         refusals=partial(refusals, ep),
         casts_scales=True,

@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError, some
+from waybill.manifest.quantization import Policy
 from waybill.plan.diagnose import Slots, describe_packing
-from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
+from waybill.plan.parameter import FLOAT_KINDS, SMALLEST_GROUP, ParameterSpec
 from waybill.weights import FloatWeight
 
 
 def everything(
     specs: Sequence[ParameterSpec],
     slots: Mapping[str, Slots],
-    manifest: ComponentQuantizationManifest,
-    kind_of: Callable[[str], str],
+    policy: Policy,
     legal: Sequence[int],
     tp: int,
 ) -> Iterator[WaybillError]:
     """Every disagreement that grouping could not see."""
-    yield from policy(specs, slots, manifest, kind_of)
+    yield from floats(specs, slots, policy)
     yield from ties(specs, slots)
     yield from packed_cuts(specs, legal, tp)
 
 
-def policy(
-    specs: Sequence[ParameterSpec],
-    slots: Mapping[str, Slots],
-    manifest: ComponentQuantizationManifest,
-    kind_of: Callable[[str], str],
-) -> Iterator[WaybillError]:
+def floats(specs: Sequence[ParameterSpec], slots: Mapping[str, Slots], policy: Policy) -> Iterator[WaybillError]:
     """Weights that are float on disk and packed by the metadata. (Grouping has refused the reverse.)"""
-    if not manifest.plans:
+    if not policy.quantization.plans:
         return
     forms: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    stored = (r for spec in specs if spec.kind not in ("vector", "router") for r in slots.get(spec.name, {}).values())
+    stored = (r for spec in specs if spec.kind not in FLOAT_KINDS for r in slots.get(spec.name, {}).values())
     for record in stored:
-        plan = manifest.for_component(record.component)
-        if plan is None or not isinstance(record.storage, FloatWeight):
+        if not isinstance(record.storage, FloatWeight):
             continue
         module = record.source_name.removesuffix(".weight")
-        kind = kind_of(module)
-        if (config := plan.for_module(module, kind)) is not None:
-            forms[plan.reason(module, kind), str(config)][record.source_name] = record.file
+        if (config := policy.of(module)) is not None:
+            place = policy.naming.place(record.source_name)
+            forms[policy.reason(module), str(config)][place] = record.file
     for (reason, stated), files in forms.items():
         yield PackingMismatch(
             "weights are float on disk, and packed by the metadata",

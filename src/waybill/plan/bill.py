@@ -10,9 +10,9 @@ from typing import Any
 
 from waybill.checkpoint import Checkpoint
 from waybill.checkpoint.header import DTYPE_BITS
-from waybill.config import ModelConfig
-from waybill.config.quantization import ComponentQuantizationManifest
+from waybill.config.composite import Config
 from waybill.errors import Refused, WaybillError
+from waybill.manifest.quantization import Policy
 from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.weights import LazyTensor
 from waybill.weights.ranges import is_direct
@@ -57,7 +57,7 @@ class Plan:
     """The waybill of one rank. `bindings` are in the order they will be streamed."""
 
     checkpoint: Checkpoint
-    config: ModelConfig | None
+    config: Config | None
     target: str
     tp: int
     rank: int
@@ -74,8 +74,10 @@ class Plan:
     """Whether the target keeps what it is given in memory, or writes it to a file."""
     parameters: int = 0
     """Elements of all logical weights, packed ones counted unpacked."""
-    manifest: ComponentQuantizationManifest = field(default_factory=ComponentQuantizationManifest)
-    """What the metadata says about each component."""
+    family: str = "decoder"
+    """The family of the architecture, which says what a target builds."""
+    policy: Policy | None = None
+    """Whose each module is, and what the metadata says about it."""
 
     @cached_property
     def bytes_read(self) -> int:
@@ -101,7 +103,7 @@ class Plan:
         """Stored tensors that at least one parameter is made from."""
         return len({source for binding in self.bindings for source in binding.sources})
 
-    def require_clean(self) -> ModelConfig:
+    def require_clean(self) -> Config:
         """Raise Refused with every problem, if there is any; else the config, which a plan without problems has."""
         if self.problems:
             raise Refused(self.problems)

@@ -5,13 +5,12 @@ Problems of one form are one problem: a layer count that is off by one is a sent
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import groupby
 
 from waybill.checkpoint import Checkpoint, TensorHeader
-from waybill.config import ModelConfig
 from waybill.errors import (
     DtypeMismatch,
     ExpertMismatch,
@@ -26,6 +25,7 @@ from waybill.errors import (
     WaybillError,
     some,
 )
+from waybill.plan.family import Family
 from waybill.plan.parameter import Packing, ParameterSpec, Part
 from waybill.rules import RuleTable
 from waybill.rules.template import lift
@@ -39,25 +39,29 @@ Slots = Mapping[tuple[int, int], WeightRecord]
 
 def everything(
     checkpoint: Checkpoint,
-    config: ModelConfig,
+    family: Family,
     specs: Sequence[ParameterSpec],
     slots: Mapping[str, Slots],
     strangers: list[WeightRecord],
-    rules: RuleTable,
+    runtime: Callable[[str], str],
 ) -> list[WaybillError]:
-    """Compare what is stored with what is needed; an empty list means every binding can be made."""
+    """Compare what is stored with what is needed; an empty list means every binding can be made.
+
+    `runtime` gives a stored name as the family's parameters have it.
+    """
+    rules = family.merges
     known = {spec.name: spec for spec in specs}
     left_over = strangers + [slot for name, place in slots.items() if name not in known for slot in place.values()]
     missing = [spec for spec in specs if spec.name not in slots and spec.tied_to is None]
     if left_over and missing and (drift := _drift(left_over, specs, slots, rules)):
         return [drift]
-    problems: list[WaybillError] = list(_missing(missing, config, rules))
+    problems: list[WaybillError] = list(_missing(missing, specs, family))
     for spec in specs:
         if spec.name in slots:
             problems += _members(spec, slots[spec.name], checkpoint, rules)
             problems += _pieces(spec, slots[spec.name], checkpoint)
     problems += _experts([spec for spec in specs if spec.stack and spec.name in slots], slots, checkpoint)
-    problems += _unclaimed(left_over, config, specs, rules)
+    problems += _unclaimed(left_over, specs, family, runtime)
     return problems
 
 
@@ -105,21 +109,29 @@ def _layer_of(name: str) -> tuple[str, int] | None:
     return None
 
 
-def _missing(missing: list[ParameterSpec], config: ModelConfig, rules: RuleTable) -> Iterator[WaybillError]:
+def _layers(specs: Sequence[ParameterSpec], family: Family) -> dict[str, tuple[int, str]]:
+    """For each run of layers, by its path, how many there are and the config field that says so."""
+    numbers: dict[str, int] = {}
+    for spec in specs:
+        if (layer := _layer_of(spec.name)) is not None:
+            numbers[layer[0]] = max(numbers.get(layer[0], 0), layer[1] + 1)
+    return {path: (count, family.layer_fields.get(path, "its layer count")) for path, count in numbers.items()}
+
+
+def _missing(missing: list[ParameterSpec], specs: Sequence[ParameterSpec], family: Family) -> Iterator[WaybillError]:
     """Whole layers first, then parameters by form."""
-    by_layer: dict[tuple[str, int] | None, list[ParameterSpec]] = defaultdict(list)
-    for spec in missing:
-        by_layer[_layer_of(spec.name)].append(spec)
-    most = max((len(group) for layer, group in by_layer.items() if layer), default=0)
-    whole = {layer for layer, group in by_layer.items() if layer and len(group) == most and most > 4}
+    lost, held = (Counter(_layer_of(spec.name) for spec in some) for some in (missing, specs))
+    whole = {layer for layer, count in lost.items() if layer and count == held[layer] and count > 4}
+    runs = _layers(specs, family)
     for path, layers in groupby(sorted(whole), key=lambda layer: layer[0]):
         numbers = [number for _, number in layers]
+        count, field = runs[path]
         yield MissingWeight(
             f"{len(numbers)} layer{'s have' if len(numbers) > 1 else ' has'} no weights",
             where=some([f"{path}.{number}" for number in numbers]),
-            expected=f"layers 0 to {config.num_layers - 1}: num_hidden_layers is {config.num_layers}",
+            expected=f"layers 0 to {count - 1}: {field} is {count}",
             found="no tensor of that layer in any shard",
-            fix="correct num_hidden_layers, or download the shards that hold the layer",
+            fix=f"correct {field}, or download the shards that hold the layer",
         )
     forms: dict[str, list[ParameterSpec]] = defaultdict(list)
     for spec in missing:
@@ -127,7 +139,7 @@ def _missing(missing: list[ParameterSpec], config: ModelConfig, rules: RuleTable
             forms[lift(spec.name)[0]].append(spec)
     embedded = all(spec.kind != "embedding" for spec in missing)
     for group in forms.values():
-        yield _missing_form(group, rules, embedded)
+        yield _missing_form(group, family.merges, embedded)
 
 
 def _missing_form(group: list[ParameterSpec], rules: RuleTable, embedded: bool) -> WaybillError:
@@ -285,21 +297,23 @@ def _numbers(values: Iterable[int]) -> str:
 
 def _unclaimed(
     left_over: list[WeightRecord],
-    config: ModelConfig,
     specs: Sequence[ParameterSpec],
-    rules: RuleTable,
+    family: Family,
+    runtime: Callable[[str], str],
 ) -> Iterator[WaybillError]:
     """Stored weights without a place, by form, with the nearest names that do have one."""
     forms: dict[str, dict[str, str]] = defaultdict(dict)
     for record in left_over:
-        forms[lift(record.source_name)[0]][record.source_name] = record.file
-    known = {lift(source)[0] for spec in specs for source in rules.sources_of(spec.name)} if forms else set()
+        forms[lift(runtime(record.source_name))[0]][record.source_name] = record.file
+    known = {lift(source)[0] for spec in specs for source in family.merges.sources_of(spec.name)} if forms else set()
+    runs = _layers(specs, family)
     for form, files in forms.items():
         names = list(files)
-        layer = _layer_of(names[-1])
-        if form in known and layer and layer[1] >= config.num_layers:
-            found = f"layer {layer[1]}; num_hidden_layers is {config.num_layers}"
-            fix = "correct num_hidden_layers, or remove the tensors of the surplus layers"
+        layer = _layer_of(runtime(names[-1]))
+        count, field = runs.get(layer[0], (0, "")) if layer else (0, "")
+        if form in known and layer and layer[1] >= count:
+            found = f"layer {layer[1]}; {field} is {count}"
+            fix = f"correct {field}, or remove the tensors of the surplus layers"
         elif names[0].endswith(".bias"):
             found = "a bias this model has no slot for"
             fix = "check attention_bias and mlp_bias in config.json against the published model"

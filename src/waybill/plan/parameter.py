@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 SMALLEST_GROUP = 16
 """Elements of K a scale must cover at least."""
 
-Kind = Literal["linear", "router", "embedding", "head", "vector", "experts"]
+Kind = Literal["linear", "router", "embedding", "head", "positions", "conv", "vector", "experts"]
+FLOAT_KINDS = ("router", "positions", "conv", "vector")
+"""What no producer packs."""
 
 
 class Cut(NamedTuple):
@@ -80,6 +82,20 @@ class Packing(NamedTuple):
     def merges_with(self, other: Packing | None) -> bool:
         """Whether rows of both can share one parameter; missing zero points can be written out."""
         return other is not None and self[:3] == other[:3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merges:
+    """What a target wants as one matrix: q, k and v, also where heads are normed by themselves; gate and up; and
+    whether experts' gate and up rows alternate."""
+
+    qkv: bool = True
+    normed_qkv: bool = True
+    gate_up: bool = True
+    interleave: bool = False
+
+
+AS_ENGINE = Merges()
 
 
 def part_name(name: str, role: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import group_records
-from waybill.config import ModelConfig, read_model_config
-from waybill.config.quantization import ComponentQuantizationManifest
+from waybill.config.composite import Config
 from waybill.errors import (
     ClaimedTwice,
     IllegalParallelism,
@@ -20,33 +18,16 @@ from waybill.errors import (
     UnsupportedRope,
     WaybillError,
 )
-from waybill.manifest import ComponentManifest
-from waybill.manifest.quantization import read_quantization
+from waybill.manifest.quantization import Policy, unused_rules
 from waybill.plan import agreement, diagnose
 from waybill.plan.assemble import bind, file_order
 from waybill.plan.bill import Binding, Plan
+from waybill.plan.family import Family
 from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
 from waybill.weights import FloatWeight, WeightRecord
-
-
-class Family(NamedTuple):
-    """How a family of architectures stores its weights: its components, rules for its names, and which modules are
-    tables or banks."""
-
-    components: Callable[[Mapping[str, Any]], ComponentManifest]
-    rules: Callable[[ModelConfig], RuleTable]
-    kind_of: Callable[[str], str]
-
-    def manifests(
-        self, checkpoint: Checkpoint, problems: list[WaybillError]
-    ) -> tuple[ComponentManifest, ComponentQuantizationManifest]:
-        """A checkpoint's components, and how each is packed; problems are appended."""
-        components = self.components(checkpoint.config)
-        return components, read_quantization(checkpoint.config, checkpoint.side_files, components, problems)
-
 
 Slots = dict[tuple[int, int], WeightRecord]
 """The records that make one target, by (position in the stack, member of the concat)."""
@@ -96,22 +77,22 @@ def make_plan(
         dtype: safetensors tag to deliver; by default the config's, and without one the file's most common.
     """
     problems, notices = list(checkpoint.problems), list(checkpoint.notices)
-    config, manifest, records = _describe(checkpoint, family, problems, notices)
+    config, policy, records = _describe(checkpoint, family, problems, notices)
     dtype = dtype or (config and config.dtype) or common_dtype(checkpoint)
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
     clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
-    routing, packings, bindings = Routing(), dict[str, Packing](), list[Binding]()
+    routing, bindings = Routing(), list[Binding]()
     specs: Sequence[ParameterSpec] = ()
     if config and clean:
-        routing = route(records, family.rules(config))
-        packings = routing.packings()
-        specs = target.parameters(config, routing.wanted_packings(target.rules))
+        routing = route(records, family.rules(config), policy.naming.runtime)
+        wanted = routing.wanted_packings(family.merges)
+        specs = target.adjust(family.parameters(config, wanted, target.merges))
         if obstacles := config.parallel_obstacles(tp):
             problems.append(_illegal(config, specs, tp, obstacles))
-        slots, strangers = place(routing, specs, target.rules)
+        slots, strangers = place(routing, specs, family.merges)
         problems += routing.problems
-        problems += diagnose.everything(checkpoint, config, specs, slots, strangers, target.rules)
-        problems += agreement.everything(specs, slots, manifest, family.kind_of, config.legal_tp_sizes(), tp)
+        problems += diagnose.everything(checkpoint, family, specs, slots, strangers, policy.naming.runtime)
+        problems += agreement.everything(specs, slots, policy, config.legal_tp_sizes(), tp)
         problems += target.refusals(config, specs, dtype)
         notices += agreement.notices(specs, None if target.casts_scales else dtype)
         if not problems:
@@ -129,8 +110,9 @@ def make_plan(
         ignored=routing.ignored,
         problems=tuple(problems),
         notices=tuple(notices),
-        packings=packings,
-        manifest=manifest,
+        packings=routing.packings(),
+        family=family.name,
+        policy=policy,
         specs=tuple(specs),
         holds_result=target.holds_result,
         parameters=sum(math.prod(record.storage.shape) for record in records),
@@ -139,18 +121,23 @@ def make_plan(
 
 def _describe(
     checkpoint: Checkpoint, family: Family, problems: list[WaybillError], notices: list[str]
-) -> tuple[ModelConfig | None, ComponentQuantizationManifest, list[WeightRecord]]:
+) -> tuple[Config | None, Policy, list[WeightRecord]]:
     """What the config says, what the metadata says, and the weights that headers show."""
     config = None
     if checkpoint.config or not problems:
-        config, found, notes = read_model_config(checkpoint.config)
+        config, found, notes = family.read(checkpoint.config)
         problems += found
         notices += notes
     before = len(problems)
-    components, manifest = family.manifests(checkpoint, problems)
+    policy = family.policy(checkpoint, problems)
+    if rules := unused_rules(checkpoint.config, policy.naming.components):
+        notices.append(
+            f"quantization_config states {', '.join(rules)} for the whole model; of several components each needs its "
+            "own entry in component_quantization, and only the layout is followed"
+        )
     if checkpoint.problems or len(problems) > before:
-        return config, manifest, []
-    return config, manifest, group_records(checkpoint, components, manifest, family.kind_of, problems)
+        return config, policy, []
+    return config, policy, group_records(checkpoint, policy, problems)
 
 
 def common_dtype(checkpoint: Checkpoint) -> str:
@@ -162,15 +149,18 @@ def common_dtype(checkpoint: Checkpoint) -> str:
     return weight.most_common(1)[0][0] if weight else "F32"
 
 
-def route(records: Sequence[WeightRecord], source: RuleTable) -> Routing:
+def route(
+    records: Sequence[WeightRecord], source: RuleTable, runtime: Callable[[str], str] = lambda name: name
+) -> Routing:
     """Bring every record to its module name: renamed, taken apart, or dropped by a named rule."""
     routing = Routing()
     for record in records:
-        why = source.dropped(record.source_name)
+        name = runtime(record.source_name)
+        why = source.dropped(name)
         if why is not None:
             routing.ignored |= dict.fromkeys(record.tensors, why)
             continue
-        destination = source.route(record.source_name)
+        destination = source.route(name)
         pieces = (
             _split(record, destination, routing.problems)
             if isinstance(destination, Split)
@@ -254,7 +244,7 @@ def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice
     )
 
 
-def _illegal(config: ModelConfig, specs: Sequence[ParameterSpec], tp: int, obstacles: list[str]) -> IllegalParallelism:
+def _illegal(config: Config, specs: Sequence[ParameterSpec], tp: int, obstacles: list[str]) -> IllegalParallelism:
     legal = (size for size in config.legal_tp_sizes() if agreement.keeps_groups(specs, size))
     return IllegalParallelism(
         f"the model cannot be cut into {tp} ranks",

@@ -1,14 +1,13 @@
-"""What a sink for weights declares: its parameters, what it merges, how it wants them, and what it cannot run."""
+"""What a sink for weights declares: what it wants merged, how it wants weights, and what it cannot run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from waybill.config import ModelConfig
+from waybill.config.composite import Config
 from waybill.errors import WaybillError
-from waybill.plan.parameter import Packing, ParameterSpec
-from waybill.rules import RuleTable
+from waybill.plan.parameter import Merges, ParameterSpec
 from waybill.weights import LazyTensor, Storage
 
 
@@ -17,17 +16,17 @@ def _as_it_is(_: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
 
 
 class Target(NamedTuple):
-    """A sink for weights: its name, the rules from module names to its own, and the parameters it needs.
+    """A sink for weights: its name, what it wants as one matrix, and how it wants parameters that a family declares.
 
-    `parameters` is given the packings found on disk, by module weight name, and decides what is merged. `arrange` is
-    given each finished weight, and says which tensors it is delivered as, by role.
+    `adjust` may change how packed parameters are cut into blocks. `arrange` is given each finished weight, and says
+    which tensors it is delivered as, by role.
     """
 
     name: str
-    rules: RuleTable
-    parameters: Callable[[ModelConfig, Mapping[str, Packing]], Sequence[ParameterSpec]]
+    merges: Merges = Merges()
+    adjust: Callable[[Sequence[ParameterSpec]], Sequence[ParameterSpec]] = lambda specs: specs
     arrange: Callable[[ParameterSpec, Storage], Mapping[str, LazyTensor]] = _as_it_is
-    refusals: Callable[[ModelConfig, Sequence[ParameterSpec], str], Iterable[WaybillError]] = lambda *_: ()
+    refusals: Callable[[Config, Sequence[ParameterSpec], str], Iterable[WaybillError]] = lambda *_: ()
     """What the target cannot run of these parameters in this dtype."""
     casts_scales: bool = False
     """Whether scales are wanted in the dtype of the model, which must then hold them exactly."""

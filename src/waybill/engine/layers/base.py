@@ -7,11 +7,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from waybill.blueprint import decoder_parameters
 from waybill.config import ModelConfig
 from waybill.engine.distributed import TPInfo
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.errors import DtypeMismatch, MissingWeight, Refused, ShapeMismatch, UnclaimedWeight, WaybillError
+from waybill.families.decoder import decoder_parameters
 from waybill.plan.parameter import Packing
 
 

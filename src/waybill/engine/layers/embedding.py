@@ -6,11 +6,11 @@ import warnings
 
 import torch
 
-from waybill.blueprint import EMBEDDING, HEAD
 from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import all_gather_last, all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
 from waybill.engine.layers.matrix import FloatMatrix, make_matrix
+from waybill.families.decoder import EMBEDDING, HEAD
 
 
 class VocabParallelEmbedding(BaseOP):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from waybill.blueprint import EMBEDDING, HEAD
 from waybill.config import ModelConfig
 from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import TPInfo, all_agree
@@ -18,6 +17,7 @@ from waybill.engine.layers.mlp import GatedMLP, MoEMLP
 from waybill.engine.layers.norm import RMSNorm
 from waybill.engine.layers.rotary import Rotary
 from waybill.errors import Refused
+from waybill.families.decoder import EMBEDDING, HEAD
 from waybill.plan.parameter import Packing
 
 

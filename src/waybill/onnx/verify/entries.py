@@ -42,6 +42,11 @@ class Entry:
     block: int = 0
 
     @property
+    def place(self) -> tuple[str, int]:
+        """What is the same of an initializer that several components use."""
+        return self.file, self.offset
+
+    @property
     def end(self) -> int:
         """The first byte after it."""
         return self.offset + self.nbytes
@@ -90,8 +95,9 @@ class PackageEntries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all initializers."""
-        return sum(e.nbytes for component in self.components.values() for e in component.initializers.values())
+        """Bytes of all initializers; one that several components use counts once."""
+        every = (entry for component in self.components.values() for entry in component.initializers.values())
+        return sum({entry.place: entry.nbytes for entry in every}.values())
 
 
 class _Node(NamedTuple):

@@ -15,15 +15,21 @@ BANKS = (".experts.gate_up_proj", ".experts.down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint as a prover sees it. `policy` says how a packed weight is packed, by the weight's name."""
+    """A checkpoint as a prover sees it, by runtime names. `policy` says how a packed weight is packed."""
 
     stored: StoredTensors
     policy: Callable[[str], QuantizationConfig | None]
     rotary: RotaryConfig | None
 
     def names(self, weight: str) -> list[str]:
-        """The stored tensors of a weight; none when the checkpoint does not have it."""
-        return [weight] if weight in self.stored.headers else list(self.stored.sidecars(weight).values())
+        """The stored tensors of a weight, as the checkpoint spells them; none when it does not have it."""
+        keys = [weight] if weight in self.stored.headers else self.stored.sidecars(weight).values()
+        return [self.stored.headers[key].name for key in keys]
+
+    def slabs(self, weight: str) -> list[int]:
+        """The first axis of each stored tensor of a bank."""
+        keys = [weight] if weight in self.stored.headers else self.stored.sidecars(weight).values()
+        return [self.stored.headers[key].shape[0] for key in keys if self.stored.headers[key].shape]
 
     def rows(self, weight: str) -> int:
         """Rows of one matrix, as its headers state them."""
@@ -65,8 +71,7 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
     """What a weight of the graph is made of, in any order; names alone decide it."""
     path, _, leaf = weight.rpartition(".")
     if weight.endswith(BANKS):
-        stored = origin.names(weight)
-        if stored and origin.stored.headers[stored[0]].shape[:1] != (slabs,):
+        if any(count != slabs for count in origin.slabs(weight)):
             return  # another number of experts
         for expert in range(slabs):
             yield from _expert(weight, expert, origin)

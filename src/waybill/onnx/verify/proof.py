@@ -63,10 +63,11 @@ def prove(
 def unaccounted(component: ComponentEntries, dropped: Mapping[str, str], origin: Origin) -> Iterator[WaybillError]:
     """Stored tensors that no initializer was made from, and sources that are not stored."""
     named = component.made_from | {name for check in _shared(component) for name in check.sources} | dropped.keys()
+    held = {header.name for header in origin.stored.headers.values()}
     for names, what, expected, found in (
-        (origin.stored.headers.keys() - named, "the package does not account for every tensor of the checkpoint",
+        (held - named, "the package does not account for every tensor of the checkpoint",
          "an initializer made from it, or a reason to drop it", "no word of"),
-        (named - origin.stored.headers.keys(), "the package was made from tensors the checkpoint does not have",
+        (named - held, "the package was made from tensors the checkpoint does not have",
          "tensors of the checkpoint", "no tensor of this name for"),
     ):  # fmt: skip
         if names:

@@ -27,6 +27,24 @@ def last_positions(graph: Graph, ids: ir.Value, last: ir.Value, total: ir.Value)
     return graph.op("last/index", "Unsqueeze", at, graph.constant([1, 2]))
 
 
+def span(graph: Graph, name: str, length: ir.Value) -> ir.Value:
+    """0, 1, … before `length`, I64 [1] -> I64 [length]."""
+    end = graph.op(f"{name}/end", "Squeeze", length)
+    return graph.op(name, "Range", graph.constant(0), end, graph.constant(1))
+
+
+def new_positions(graph: Graph, ids: ir.Value, last: ir.Value) -> ir.Value:
+    """Where each request's new tokens stand, I64 [B, S], from its last position, I64 [B].
+
+    A first step starts at 0 in every request, and what is beyond a shorter one's end is padding.
+    """
+    new = graph.op("positions/new", "Shape", ids, start=1, end=2)
+    end = graph.op("positions/end", "Add", last, graph.constant(1))
+    start = graph.op("positions/start", "Max", graph.op("positions/before", "Sub", end, new), graph.constant(0))
+    rows = graph.op("positions/rows", "Unsqueeze", start, graph.constant([1]))
+    return graph.op("positions", "Add", rows, span(graph, "positions/steps", new))
+
+
 def pick(graph: Graph, name: str, x: ir.Value, index: ir.Value) -> ir.Value:
     """One position of each request, [B, S, H] -> [B, 1, H]."""
     return graph.op(name, "GatherND", x, index, batch_dims=1)

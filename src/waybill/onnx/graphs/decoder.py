@@ -6,81 +6,84 @@ in all; key and value buffers may be longer than P, and present may be the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from waybill.blueprint import EMBEDDING, HEAD
 from waybill.config import ModelConfig
-from waybill.onnx.graph import MICROSOFT, Graph
-from waybill.onnx.matrix import INT8_ACTIVATIONS, Matrices
-from waybill.onnx.moe import routed
-from waybill.onnx.positions import last_positions, pick, request_lengths, rotary_tables
-from waybill.plan.parameter import ParameterSpec
+from waybill.families.decoder import HEAD, ROOT
+from waybill.onnx.graph import INT32, Graph
+from waybill.onnx.graphs.workbench import Workbench
+from waybill.onnx.matrix import Matrices
+from waybill.onnx.parts.activation import activate
+from waybill.onnx.parts.attention import attend_cached
+from waybill.onnx.parts.moe import routed
+from waybill.onnx.parts.norm import rms_norm, rms_norm_of_sum
+from waybill.onnx.parts.positions import last_positions, pick, request_lengths, rotary_tables
 from waybill.weights.dtypes import NUMPY_DTYPES
 
-INT32 = int(ir.DataType.INT32)
+
+def decoder_graphs(config: ModelConfig, bench: Workbench) -> dict[str, Graph]:
+    """The only graph of a language model."""
+    return {"decoder": build_decoder(config, bench)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What an export decides about its graph.
+def build_decoder(config: ModelConfig, bench: Workbench, *, root: str = ROOT, embeds: bool = False) -> Graph:
+    """The whole graph; its parameters have names and shapes, and no bytes yet.
 
-    `exact`: packed products accumulate in float instead of rounding activations to 8 bits. `all_logits`: of every
-    position, for scoring, instead of each request's last.
+    Args:
+        config: the model.
+        bench: what graphs are made with.
+        root: the path of the decoder without its head.
+        embeds: whether it is given embeddings, [B, S, H], instead of tokens.
     """
-
-    ep: str = "cpu"
-    exact: bool = False
-    all_logits: bool = False
-
-
-def build_decoder(
-    config: ModelConfig, specs: Mapping[str, ParameterSpec], dtype: str, options: Options, *, tied: bool
-) -> Graph:
-    """The whole graph; its parameters have names and shapes, and no bytes yet."""
-    graph = Graph()
-    level = 0 if options.exact or options.ep != "cpu" else INT8_ACTIVATIONS
-    return _Decoder(config, Matrices(graph, specs, dtype, level), dtype, options).build(tied)
+    return _Decoder(config, bench, bench.matrices(), root).build(embeds)
 
 
 @dataclass(slots=True)
 class _Decoder:
     config: ModelConfig
+    bench: Workbench
     matrices: Matrices
-    dtype: str
-    options: Options
+    root: str
 
     @property
     def graph(self) -> Graph:
         return self.matrices.graph
 
-    def build(self, tied: bool) -> Graph:
-        graph, config = self.graph, self.config
-        ids = graph.input("input_ids", "I64", ("batch_size", "sequence_length"))
+    @property
+    def dtype(self) -> str:
+        return self.matrices.dtype
+
+    def build(self, embeds: bool) -> Graph:
+        graph, config, root = self.graph, self.config, self.root
+        new: tuple[str, str] = ("batch_size", "sequence_length")
+        if embeds:
+            residual = given = graph.input("inputs_embeds", self.dtype, (*new, config.hidden_size))
+        else:
+            given = graph.input("input_ids", "I64", new)
+            residual = self.matrices.rows(f"{root}.embed_tokens", given, f"{root}.embed_tokens.weight")
         mask = graph.input("attention_mask", "I64", ("batch_size", "total_sequence_length"))
         last, total = request_lengths(graph, mask)
         lengths = graph.op("lengths", "Cast", last, to=INT32), graph.op("total_length", "Cast", total, to=INT32)
         rotary = self._rotary()
-        residual = self.matrices.rows("model.embed_tokens", ids, EMBEDDING)
-        x = self._norm("model.layers.0.input_layernorm", residual)
+        epsilon = config.rms_norm_eps
+        x = rms_norm(self.matrices, f"{root}.layers.0.input_layernorm", residual, epsilon)
         for layer in range(config.num_layers):
-            path = f"model.layers.{layer}"
+            path = f"{root}.layers.{layer}"
             y = self._attention(f"{path}.self_attn", x, layer, lengths, rotary)
-            x, residual = self._add_norm(f"{path}.post_attention_layernorm", y, residual)
+            following = f"{path}.post_attention_layernorm"
+            x, residual = rms_norm_of_sum(self.matrices, following, y, residual, epsilon)
             if config.is_moe_layer(layer):
                 y = routed(self.matrices, config, f"{path}.mlp", x)
             else:
                 y = self._mlp(f"{path}.mlp", x)
-            following = f"model.layers.{layer + 1}.input_layernorm"
-            x, residual = self._add_norm(following if layer + 1 < config.num_layers else "model.norm", y, residual)
-        if not self.options.all_logits:
-            x = pick(graph, "last", x, last_positions(graph, ids, last, total))
-        logits = self.matrices.product("lm_head", x, EMBEDDING if tied else HEAD)
-        positions: int | str = "sequence_length" if self.options.all_logits else 1
-        graph.output(logits, "logits", self.dtype, ("batch_size", positions, config.vocab_size))
-        graph.outputs.insert(0, graph.outputs.pop())  # before the cache
+            last_layer = layer + 1 == config.num_layers
+            following = f"{root}.norm" if last_layer else f"{root}.layers.{layer + 1}.input_layernorm"
+            x, residual = rms_norm_of_sum(self.matrices, following, y, residual, epsilon)
+        if not self.bench.options.all_logits:
+            x = pick(graph, "last", x, last_positions(graph, given, last, total))
+        self.bench.logits(self.matrices, x, HEAD, config.vocab_size)
         return graph
 
     def _rotary(self) -> tuple[ir.Value, ir.Value]:
@@ -113,13 +116,13 @@ class _Decoder:
             )
             if config.qk_norm:
                 query, key = self._head_norm(f"{path}.q_norm", query), self._head_norm(f"{path}.k_norm", key)
-        past = [
+        past_key, past_value = (
             graph.input(f"past_key_values.{layer}.{kind}", self.dtype, self._cache_shape("past_sequence_length"))
             for kind in ("key", "value")
-        ]
-        y, *present = graph.node(
-            f"{path}.attention", "GroupQueryAttention", query, key, value, *past, *lengths, *rotary,
-            outputs=3, domain=MICROSOFT, num_heads=config.num_qo_heads, kv_num_heads=config.num_kv_heads, do_rotary=1,
+        )
+        y, *present = attend_cached(
+            graph, f"{path}.attention", query, key, value, (past_key, past_value), lengths,
+            heads=config.num_qo_heads, kv_heads=config.num_kv_heads, rotary=rotary,
         )  # fmt: skip
         for kind, out in zip(("key", "value"), present, strict=True):
             graph.output(out, f"present.{layer}.{kind}", self.dtype, self._cache_shape("total_sequence_length"))
@@ -134,27 +137,12 @@ class _Decoder:
             self.matrices.product(f"{path}.{p}_proj", x, f"{path}.{p}_proj.weight", f"{path}.{p}_proj.bias")
             for p in ("gate", "up")
         )
-        sigmoid = self.graph.op(f"{path}.sigmoid", "Sigmoid", gate)
-        silu = self.graph.op(f"{path}.silu", "Mul", gate, sigmoid)
-        product = self.graph.op(f"{path}.product", "Mul", silu, up)
+        product = self.graph.op(f"{path}.product", "Mul", activate(self.graph, f"{path}.silu", gate, "silu"), up)
         return self.matrices.product(f"{path}.down_proj", product, f"{path}.down_proj.weight", f"{path}.down_proj.bias")
-
-    def _norm(self, path: str, x: ir.Value) -> ir.Value:
-        weight = self.matrices.vector(f"{path}.weight")
-        eps = self.config.rms_norm_eps
-        return self.graph.op(path, "SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
-
-    def _add_norm(self, path: str, y: ir.Value, residual: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The norm of y + residual, and the sum."""
-        weight = self.matrices.vector(f"{path}.weight")
-        normed, *_, total = self.graph.node(
-            path, "SkipSimplifiedLayerNormalization", y, residual, weight,
-            outputs=4, unused=(1, 2), domain=MICROSOFT, epsilon=self.config.rms_norm_eps,
-        )  # fmt: skip
-        return normed, total
 
     def _head_norm(self, path: str, x: ir.Value) -> ir.Value:
         """The norm of every head by itself; the attention operator's own has no CPU kernel."""
         graph = self.graph
         heads = graph.op(f"{path}/heads", "Reshape", x, graph.constant([0, 0, -1, self.config.head_dim]))
-        return graph.op(f"{path}/flat", "Reshape", self._norm(path, heads), graph.constant([0, 0, -1]))
+        normed = rms_norm(self.matrices, path, heads, self.config.rms_norm_eps)
+        return graph.op(f"{path}/flat", "Reshape", normed, graph.constant([0, 0, -1]))

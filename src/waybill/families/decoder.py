@@ -1,7 +1,8 @@
-"""A decoder's parameters, declared once for all targets: plans, layers and graphs are made from them.
+"""Decoder-only language models: names on disk, components, and every parameter, declared once for all targets.
 
-Shapes follow Hugging Face: a linear weight is [out, in]. Merged members lie in the order in which the layer splits its
-output: q, k, v and gate, up.
+Llama, Qwen2, Qwen3 and Qwen3-MoE store one tensor per projection under the names quantizers speak, so most rules are
+silent identities. Shapes follow Hugging Face: a linear weight is [out, in]. Merged members lie in the order in which
+the layer splits its output: q, k, v and gate, up. The same decoder inside a larger model has another root.
 """
 
 from __future__ import annotations
@@ -9,41 +10,72 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
-from waybill.config import ModelConfig
-from waybill.plan.parameter import Kind, Packing, ParameterSpec, Part, Shard
-from waybill.rules import Move, RuleTable
+from waybill.config import ModelConfig, read_model_config
+from waybill.manifest import ComponentManifest, Task, resolve_components
+from waybill.plan.family import Family, Reading
+from waybill.plan.parameter import AS_ENGINE, Kind, Merges, Packing, ParameterSpec, Part, Shard
+from waybill.rules import Drop, DropUnder, Move, RuleTable
 
-_ATTENTION = "model.layers.{i}.self_attn"
-_MLP = "model.layers.{i}.mlp"
-
-DECODER_MERGES = RuleTable(
-    (
-        *(Move(f"{_ATTENTION}.{{q|k|v}}_proj.{leaf}", f"{_ATTENTION}.qkv_proj.{leaf}") for leaf in ("weight", "bias")),
-        *(Move(f"{_MLP}.{{gate|up}}_proj.{leaf}", f"{_MLP}.gate_up_proj.{leaf}") for leaf in ("weight", "bias")),
-        Move(_MLP + ".experts.{e}.{gate|up}_proj.weight", f"{_MLP}.experts.gate_up_proj"),
-        Move(_MLP + ".experts.{e}.down_proj.weight", f"{_MLP}.experts.down_proj"),
-    )
-)
-"""Hugging Face module names to those of targets: what is merged, what is stacked."""
-
+ROOT = "model"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+TEXT_GENERATION = Task(name="text-generation", components={"decoder": ""}, roles={"decoder": "decoder"})
+"""One component, which is the whole model."""
+_RECOMPUTED = "recomputed from the config"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merges:
-    """What a target wants as one matrix: q, k and v; gate and up; and whether experts' gate and up rows alternate."""
+def decoder_components(hf_config: Mapping[str, Any]) -> ComponentManifest:
+    """A text model is a package of one component, which owns every weight."""
+    return resolve_components(TEXT_GENERATION, {"decoder": ("",)}, hf_config=hf_config)
 
-    qkv: bool = True
-    gate_up: bool = True
-    interleave: bool = False
+
+def decoder_module_kind(module: str) -> str:
+    """Which modules are tables or banks: quantizers have switches of their own for them."""
+    if module == "lm_head":
+        return "head"
+    if module.endswith("embed_tokens"):
+        return "embedding"
+    return "experts" if module.endswith((".experts.gate_up_proj", ".experts.down_proj")) else "linear"
+
+
+def decoder_rules(config: ModelConfig, root: str = ROOT) -> list[Move | Drop | DropUnder]:
+    """What of a decoder's stored weights is taken apart, and what is not needed."""
+    layer = root + ".layers.{i}"
+    after = range(config.num_layers, config.num_layers + config.extra_layers)
+    return [
+        # transformers 5 can write a layer's experts as banks: [E, 2I, H] with the gate rows first, and [E, H, I].
+        Move(f"{layer}.mlp.experts.gate_up_proj", layer + ".mlp.experts.{e}.{gate|up}_proj.weight"),
+        Move(f"{layer}.mlp.experts.down_proj", layer + ".mlp.experts.{e}.down_proj.weight"),
+        Drop(f"{layer}.self_attn.rotary_emb.inv_freq", _RECOMPUTED),
+        Drop(f"{root}.rotary_emb.inv_freq", _RECOMPUTED),
+        Drop(f"{layer}.self_attn.masked_bias", "a mask constant of old exports"),
+        DropUnder("mtp", "multi-token prediction, not part of the decoder"),
+        *(DropUnder(f"{root}.layers.{n}", "multi-token prediction, not part of the decoder") for n in after),
+    ]
+
+
+def decoder_merges(root: str = ROOT) -> list[Move]:
+    """What of a decoder's weights targets merge or stack."""
+    attention, mlp = root + ".layers.{i}.self_attn", root + ".layers.{i}.mlp"
+    leaves = ("weight", "bias")
+    return [
+        *(Move(f"{attention}.{{q|k|v}}_proj.{leaf}", f"{attention}.qkv_proj.{leaf}") for leaf in leaves),
+        *(Move(f"{mlp}.{{gate|up}}_proj.{leaf}", f"{mlp}.gate_up_proj.{leaf}") for leaf in leaves),
+        Move(mlp + ".experts.{e}.{gate|up}_proj.weight", f"{mlp}.experts.gate_up_proj"),
+        Move(mlp + ".experts.{e}.down_proj.weight", f"{mlp}.experts.down_proj"),
+    ]
+
+
+DECODER_MERGES = RuleTable(decoder_merges())
 
 
 def decoder_parameters(
     config: ModelConfig,
     packings: Mapping[str, Packing] = MappingProxyType({}),
-    merges: Merges = Merges(),
+    merges: Merges = AS_ENGINE,
+    root: str = ROOT,
 ) -> list[ParameterSpec]:
     """Every parameter of the decoder, in the order of the model's state dict.
 
@@ -52,8 +84,9 @@ def decoder_parameters(
         packings: how each packed weight lies on disk, by module weight name; the others are float. Projections that
             are packed differently are not merged.
         merges: what the target wants merged.
+        root: the path of the decoder without its head.
     """
-    return list(_Blueprint(config, packings, merges).parameters())
+    return list(_Blueprint(config, packings, merges, root).parameters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +94,20 @@ class _Blueprint:
     config: ModelConfig
     packings: Mapping[str, Packing]
     merges: Merges
+    root: str
 
     def parameters(self) -> Iterator[ParameterSpec]:
-        config = self.config
-        yield self._table(EMBEDDING, "embedding")
+        config, root = self.config, self.root
+        embedding = f"{root}.embed_tokens.weight"
+        yield self._table(embedding, "embedding")
         for layer in range(config.num_layers):
-            path = f"model.layers.{layer}"
+            path = f"{root}.layers.{layer}"
             yield self._vector(f"{path}.input_layernorm.weight", config.hidden_size, "hidden_size")
             yield from self._attention(f"{path}.self_attn")
             yield self._vector(f"{path}.post_attention_layernorm.weight", config.hidden_size, "hidden_size")
             yield from self._experts(f"{path}.mlp") if config.is_moe_layer(layer) else self._mlp(f"{path}.mlp")
-        yield self._vector("model.norm.weight", config.hidden_size, "hidden_size")
-        yield self._table(HEAD, "head", tied_to=EMBEDDING if config.tie_word_embeddings else None)
+        yield self._vector(f"{root}.norm.weight", config.hidden_size, "hidden_size")
+        yield self._table(HEAD, "head", tied_to=embedding if config.tie_word_embeddings else None)
 
     def _attention(self, path: str) -> Iterator[ParameterSpec]:
         config = self.config
@@ -87,7 +122,8 @@ class _Blueprint:
 
         weights = {f"{path}.{member}_proj": part(field, (hidden,)) for member, field in fields.items()}
         biases = {f"{path}.{member}_proj": part(field, ()) for member, field in fields.items()}
-        yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None, self.merges.qkv)
+        wanted = self.merges.qkv and (self.merges.normed_qkv or not config.qk_norm)
+        yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None, wanted)
         basis = f"hidden_size {hidden}, num_attention_heads {config.num_qo_heads} × head_dim {head_dim}"
         yield self._linear(f"{path}.o_proj", Part((hidden, config.num_qo_heads * head_dim), Shard(1), basis))
         if config.attention_output_bias:
@@ -170,3 +206,19 @@ class _Blueprint:
         shape = (self.config.vocab_size, self.config.hidden_size)
         part = Part(shape, Shard(0, pad=True), f"vocab_size {shape[0]}, hidden_size {shape[1]}")
         return ParameterSpec(name=name, kind=kind, parts=(part,), tied_to=tied_to, packing=self.packings.get(name))
+
+
+def _read(hf_config: Mapping[str, Any]) -> Reading:
+    return Reading(*read_model_config(hf_config))
+
+
+DECODER = Family(
+    name="decoder",
+    read=_read,
+    components=decoder_components,
+    kind_of=decoder_module_kind,
+    rules=lambda config: RuleTable(decoder_rules(config)),
+    parameters=decoder_parameters,
+    merges=DECODER_MERGES,
+    layer_fields={"model.layers": "num_hidden_layers"},
+)

@@ -1,1 +1,0 @@
-"""One table per architecture family: data, not code."""
