@@ -14,7 +14,7 @@ from waybill.config.architectures import PART_DEFAULTS
 from waybill.config.composite import Composite, choice, first_id
 from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.model import read_dtype
-from waybill.errors import WaybillError
+from waybill.errors import BadConfig, WaybillError
 from waybill.families.stack import LayerNames, Stack, norm_parameters, stack_parameters, table
 from waybill.manifest import ComponentManifest, Task, resolve_components
 from waybill.plan.family import Family, Reading
@@ -30,6 +30,8 @@ TASK = Task(
 )
 SOURCES = {"encoder": ("encoder",), "decoder": ("decoder",)}
 ALIASES = {"encoder": {"embed_tokens": "shared"}, "decoder": {"lm_head": "lm_head"}}
+FARTHEST = 2048
+"""The largest distance with a bucket of its own that a graph has room for; published models have 128."""
 _ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu")
 _FIELDS = ("d_model", "num_heads", "d_ff")
 
@@ -80,6 +82,18 @@ def read_t5(raw: Mapping[str, Any]) -> Reading:
     gated = form.startswith("gated-")
     activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
     choice(Fields({"feed_forward_proj": activation}, {}, problems, "config.json"), "feed_forward_proj", _ACTIVATIONS)
+    buckets = fields.integer("relative_attention_num_buckets", low=4, high=LARGEST_COUNT)
+    farthest = fields.integer("relative_attention_max_distance", low=4, high=FARTHEST)
+    if farthest <= buckets // 2 and not fields.wrong:
+        problems.append(
+            BadConfig(
+                "relative_attention_max_distance cannot be right",
+                where="config.json: relative_attention_max_distance",
+                expected=f"more than the {buckets // 2} distances that have a bucket of their own",
+                found=str(farthest),
+                fix="check the field against the model's published config",
+            )
+        )
     tied = raw.get("tie_word_embeddings") is not False
     config = T5Config(
         model_type="t5",
@@ -95,8 +109,8 @@ def read_t5(raw: Mapping[str, Any]) -> Reading:
         if fields.stated("num_decoder_layers")
         else layers,
         num_heads=fields.integer("num_heads", high=LARGEST_COUNT),
-        num_buckets=fields.integer("relative_attention_num_buckets", low=4, high=LARGEST_COUNT),
-        max_distance=fields.integer("relative_attention_max_distance", low=4, high=1 << 20),
+        num_buckets=buckets,
+        max_distance=farthest,
         eps=fields.number("layer_norm_epsilon"),
         activation=activation,
         gated=gated,
@@ -184,7 +198,7 @@ T5 = Family(
     rules=lambda _: RuleTable(
         (
             Drop(
-                "decoder.block.{i}.layer.1.EncDecAttention.relative_attention_bias.weight",
+                "decoder.block.{i}.layer.{j}.EncDecAttention.relative_attention_bias.weight",
                 "old exports store it; cross-attention has no positions",
             ),
         )

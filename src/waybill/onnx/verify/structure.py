@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ LARGEST_GRAPH = 2 << 30
 """What one protobuf message can hold."""
 LARGEST_CONSTANT = 1024
 """Bytes of a constant that may lie inside the graph: axes and shapes, but no weight."""
+LARGEST_INDEX = 64 << 10
+"""The same of 64-bit integers, which no weight is: which number of a table belongs to which distance."""
 DTYPES = {int(dtype): tag for dtype, tag in TAGS.items()}
 AGAIN = "export the package again"
 
@@ -112,7 +114,7 @@ def _compare(model: onnx.ModelProto, component: ComponentEntries) -> Iterator[Wa
     taken: set[str] = set()
     for tensor in model.graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            if tensor.ByteSize() > LARGEST_CONSTANT:
+            if tensor.ByteSize() > (LARGEST_INDEX if tensor.data_type == onnx.TensorProto.INT64 else LARGEST_CONSTANT):
                 yield _foreign(component, _text(tensor.name), "a tensor inside the graph")
             continue
         reference = _reference(tensor)
@@ -152,16 +154,26 @@ def _is_same(reference: Reference, entry: Entry) -> bool:
 
 def _hidden(model: onnx.ModelProto) -> Iterator[str]:
     """Other places a graph can keep weights in, and initializers under one name."""
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            one = any(attribute.HasField(field) for field in ("t", "g", "sparse_tensor"))
-            if one or attribute.tensors or attribute.graphs or attribute.sparse_tensors:
-                yield f"{node.name}.{attribute.name}"
+    yield from _hidden_in(model.graph.node, branches=True)
     yield from (_text(function.name) for function in model.functions)
     if model.graph.sparse_initializer or model.training_info:
         yield "sparse_initializer or training_info"
     counts = Counter(_text(tensor.name) for tensor in model.graph.initializer)
     yield from (name for name, count in counts.items() if count > 1)
+
+
+def _hidden_in(nodes: Iterable[onnx.NodeProto], *, branches: bool) -> Iterator[str]:
+    """Attributes that can hold weights; a branch that holds none, and has no branch of its own, is as it should be."""
+    for node in nodes:
+        for attribute in node.attribute:
+            if branches and node.op_type == "If" and attribute.HasField("g"):
+                inner = attribute.g
+                yield from _hidden_in(inner.node, branches=False)
+                if not inner.initializer and not inner.sparse_initializer:
+                    continue
+            one = any(attribute.HasField(field) for field in ("t", "g", "sparse_tensor"))
+            if one or attribute.tensors or attribute.graphs or attribute.sparse_tensors:
+                yield f"{node.name}.{attribute.name}"
 
 
 def _text(value: str | bytes) -> str:
