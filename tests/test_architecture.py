@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "overview": {"api", "checkpoint", "codecs", "config", "errors", "families", "manifest", "plan"},
     "waybill": {"api", "errors"},
-    "cli": {"checkpoint", "engine", "engine/load", "errors", "onnx", "overview", "plan", "text", "waybill"},
+    "cli": {"checkpoint", "engine", "engine/load", "errors", "media", "onnx", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},
 }
 # What must wait for a call, or be for the type checker: torch or onnx_ir stands behind it, or the arrow points up.

@@ -17,7 +17,7 @@ from packages import write_package
 from waybill.engine.generate import generate
 from waybill.errors import BadPackage, BadRequest, MissingRuntime, NonFiniteWeight, Refused
 from waybill.onnx.folder import read_package
-from waybill.onnx.runtime import CACHE_STEP, OnnxDecoder
+from waybill.onnx.runtime.decoder import CACHE_STEP, OnnxDecoder
 from waybill.text.request import Sampling
 
 PROMPTS = [[5, 17, 9, 30], [2], [7, 7, 100, 3, 8, 64, 1]]

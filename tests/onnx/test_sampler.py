@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from waybill.engine import sampler as engine
 from waybill.errors import NonFiniteWeight
-from waybill.onnx.sampler import Sampler, kept
+from waybill.onnx.runtime.sampler import Sampler, kept
 from waybill.text.request import Sampling
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from waybill.cli.render import write_json
@@ -29,6 +30,34 @@ class Request:
     as_json: bool
 
 
+def encode(
+    folder: Path, request: Request, place: int | None = None, files: Sequence[Path] = ()
+) -> tuple[Tokenizer, list[list[int]]]:
+    """The prompts as tokens, through the chat template if asked.
+
+    `place` is the token that stands for one of `files`. A prompt that does not say where its file goes has it first.
+    """
+    from waybill.text.chat import render_chat
+    from waybill.text.tokenizer import read_tokenizer
+
+    tokenizer = read_tokenizer(folder)
+    texts = list(request.prompts)
+    mark = tokenizer.id_to_token(place) if place is not None and files else None
+    if request.chat:
+        kind = "audio" if mark and "audio" in mark.lower() else "image"
+        parts = [{"type": kind}] if mark and len(files) == len(texts) else []
+        texts = [
+            render_chat(
+                folder, [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
+            )
+            for text in texts
+        ]
+    elif mark and len(files) == len(texts):
+        texts = [text if mark in text else f"{mark}\n{text}" for text in texts]
+    # A rendered template already holds its special tokens.
+    return tokenizer, [list(tokenizer.encode(text, add_special_tokens=not request.chat).ids) for text in texts]
+
+
 def answer(
     request: Request,
     tokenizer: Tokenizer,
@@ -39,7 +68,7 @@ def answer(
     """Run, and show the outcome: one prompt streams, several are shown at the end, JSON is one document."""
     gc.freeze()
     gc.enable()  # generating may go on for long; what was loaded is looked through no more
-    printer = _Printer(tokenizer) if not request.as_json and len(request.prompts) == 1 else None
+    printer = _Printer(tokenizer) if not request.as_json and len(encoded) == 1 else None
     result = run(printer or _quiet)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
     if printer:
@@ -92,7 +121,8 @@ def _report(
         )
         return
     if len(outputs) > 1:
-        for prompt, text in zip(request.prompts, texts, strict=True):
+        names = request.prompts or [f"recording {number}" for number in range(1, len(texts) + 1)]
+        for prompt, text in zip(names, texts, strict=True):
             print(f"── {prompt}\n{text}\n")
     speed = timings["decode_tokens_per_second"]
     print(

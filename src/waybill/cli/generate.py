@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from functools import partial
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from waybill.cli.answers import Request, answer
+from waybill.cli.answers import Request, answer, encode
+from waybill.cli.package import Media, refuse_choices_of_the_export, run_package
 from waybill.cli.progress import Progress
 from waybill.cli.render import write_problems
 from waybill.errors import BadOption, BadRequest
@@ -31,6 +31,12 @@ def generate(
     ] = None,
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with one prompt a line, run as one batch.", dir_okay=False)
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="A picture, for a package that sees; repeat in the order of the prompts.")
+    ] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="A recording, for a package that hears; repeat for a batch.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="New tokens at most.", min=0)] = 128,
     chat: Annotated[
@@ -56,7 +62,8 @@ def generate(
     # Heavy imports wait until usage errors have been found.
     from waybill.onnx.folder import is_package
 
-    prompts = _prompts(prompt, prompts_file)
+    media = Media(image or [], audio or [])
+    prompts = _prompts(prompt, prompts_file, optional=bool(media.audio))
     request = Request(
         prompts=prompts,
         chat=chat,
@@ -65,13 +72,20 @@ def generate(
         as_json=as_json,
     )
     if is_package(checkpoint):
-        _refuse_choices_of_the_export(dtype, device, check_finite)
-        _run_package(checkpoint, request)
+        refuse_choices_of_the_export(dtype, device, check_finite)
+        run_package(checkpoint, request, media)
+    elif media.image or media.audio:
+        raise BadOption(
+            "the engine reads text alone",
+            expected="a package that was exported",
+            found=f"{len(media.image)} pictures and {len(media.audio)} recordings for a checkpoint",
+            fix="export the checkpoint with waybill export, and generate from the package",
+        )
     else:
         _run_checkpoint(checkpoint, request, dtype, device, check_finite)
 
 
-def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
+def _prompts(prompt: list[str] | None, file: Path | None, *, optional: bool) -> list[str]:
     prompts = list(prompt or [])
     if file is not None:
         try:
@@ -81,7 +95,7 @@ def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
                 "the prompts file cannot be read", where=str(file), expected="UTF-8 text, one prompt a line",
                 found=str(error), fix="check the path and the encoding",
             ) from None  # fmt: skip
-    if not prompts:
+    if not prompts and not optional:
         raise typer.BadParameter("give at least one --prompt, or a --prompts-file", param_hint="--prompt")
     for number, text in enumerate(prompts, 1):
         try:
@@ -92,18 +106,6 @@ def _prompts(prompt: list[str] | None, file: Path | None) -> list[str]:
                 fix="check the terminal's encoding",
             ) from None  # fmt: skip
     return prompts
-
-
-def _encode(folder: Path, request: Request) -> tuple[Tokenizer, list[list[int]]]:
-    from waybill.text.chat import render_chat
-    from waybill.text.tokenizer import read_tokenizer
-
-    tokenizer = read_tokenizer(folder)
-    texts = request.prompts
-    if request.chat:
-        texts = [render_chat(folder, [{"role": "user", "content": text}]) for text in texts]
-    # A rendered template already holds its special tokens.
-    return tokenizer, [list(tokenizer.encode(text, add_special_tokens=not request.chat).ids) for text in texts]
 
 
 def _run_checkpoint(checkpoint: Path, request: Request, dtype: str | None, device: str, check_finite: bool) -> None:
@@ -142,7 +144,7 @@ def _load(
     tp = get_tp_info()
     bill = waybill.plan(checkpoint, tp=tp.size, rank=tp.rank, dtype=dtype)
     bill.require_clean()
-    tokenizer, encoded = _encode(checkpoint, request)
+    tokenizer, encoded = encode(checkpoint, request)
     if bill.config and bill.config.text:
         text = bill.config.text
         check_request(
@@ -160,41 +162,3 @@ def _load(
     if speaks:
         print(f"{bill.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
     return model, tokenizer, bill, encoded, seconds
-
-
-def _refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: bool) -> None:
-    given = {
-        f"--dtype {dtype}": dtype is not None,
-        f"--device {device}": device != "cpu",
-        "--check-finite": check_finite,
-        f"torchrun with {os.environ.get('WORLD_SIZE')} ranks": os.environ.get("WORLD_SIZE", "1") != "1",
-    }
-    if any(given.values()):
-        raise BadOption(
-            "a package runs as it was exported",
-            expected="no option that changes its weights or where they are",
-            found=", ".join(option for option, is_given in given.items() if is_given),
-            fix="leave it out; what it chooses is chosen when the checkpoint is exported",
-        )
-
-
-def _run_package(folder: Path, request: Request) -> None:
-    """No torch here: onnxruntime does it all."""
-    from waybill.onnx.folder import read_package
-    from waybill.onnx.runtime import OnnxDecoder
-
-    package = read_package(folder)
-    tokenizer, encoded = _encode(folder, request)
-    check_request(encoded, request.max_new_tokens, vocab_size=package.vocab_size, max_position=package.context_length)
-    start = time.perf_counter()
-    decoder = OnnxDecoder(package)
-    seconds = time.perf_counter() - start
-    print(f"{decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
-    generated = partial(
-        decoder.generate,
-        encoded,
-        max_new_tokens=request.max_new_tokens,
-        stop_ids=package.stop_ids,
-        sampling=request.sampling,
-    )
-    answer(request, tokenizer, encoded, seconds, lambda on_token: generated(on_token=on_token))

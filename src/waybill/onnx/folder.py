@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,18 @@ from waybill.errors import BadPackage, PathEscape
 from waybill.onnx.publish import MARKER
 
 CONFIG_NAME = "genai_config.json"
+PARTS = ("encoder", "embedding", "vision", "speech")
+"""Sections of graphs that run before the decoder's."""
+SINGLE = ("decoder_start_token_id", "image_token_id", "audio_token_id")
+TOKENS = (*SINGLE, "prompt_ids", "suppress_tokens", "begin_suppress_tokens")
+"""What a model of several graphs says of its tokens: one, or a list."""
 MOST_THREADS = 1024
 """More than any machine's cores; the runtime would start every one it is told to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What genai_config.json says, checked."""
+    """What genai_config.json says, checked. `graph` is the decoder's."""
 
     graph: Path
     vocab_size: int
@@ -29,6 +34,15 @@ class Package:
     stop_ids: frozenset[int]
     threads: int
     """Of one operator; 0 leaves it to the runtime."""
+    parts: Mapping[str, Path] = field(default_factory=dict)
+    """The other graphs, by the runtime's names for them: encoder, embedding, vision, speech."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that stand for pictures or sound."""
+    start_ids: tuple[int, ...] = ()
+    """What an answer to another sequence begins with."""
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that are never made, and that no answer begins with."""
 
 
 def is_package(folder: Path) -> bool:
@@ -67,15 +81,38 @@ def read_package(folder: Path) -> Package:
     threads = _count(options, "intra_op_num_threads", folder) if "intra_op_num_threads" in options else 0
     if threads > MOST_THREADS:
         raise _broken(folder, "intra_op_num_threads", f"at most {MOST_THREADS}", threads)
+    vocab_size = _count(config, "vocab_size", folder)
+    parts = {name: _object(config, name, folder) for name in PARTS if name in config}
+    tokens = {name: ids for name in TOKENS if name in config for ids in [_ids(config, name, vocab_size, folder)]}
+    start = (*tokens.get("decoder_start_token_id", ()), *tokens.get("prompt_ids", ()))
+    if "encoder" in parts and not start:
+        raise _broken(folder, "decoder_start_token_id", "a token id", None)
+    medium = "image_token_id" if "vision" in parts else "audio_token_id"
+    if "embedding" in parts and (medium not in tokens or not {"vision", "speech"} & parts.keys()):
+        raise _broken(folder, medium, "a token id", None)
     return Package(
         _graph(decoder.get("filename"), folder),
-        _count(config, "vocab_size", folder),
+        vocab_size,
         _count(config, "context_length", folder),
         _count(decoder, "num_key_value_heads", folder),
         _count(decoder, "head_size", folder),
         stop_tokens(config, {}),
         threads,
+        parts={name: _graph(part.get("filename"), folder) for name, part in parts.items()},
+        tokens={name: ids[0] for name, ids in tokens.items() if name.endswith("_token_id")},
+        start_ids=start,
+        suppressed=tokens.get("suppress_tokens", ()),
+        suppressed_first=tokens.get("begin_suppress_tokens", ()),
     )
+
+
+def _ids(fields: Mapping[str, Any], name: str, vocab_size: int, folder: Path) -> tuple[int, ...]:
+    """A token id, or several."""
+    value = fields[name]
+    listed = value if isinstance(value, list) and name not in SINGLE else [value]
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in listed):
+        raise _broken(folder, name, f"token ids below {vocab_size}", value)
+    return tuple(listed)
 
 
 def _object(fields: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:

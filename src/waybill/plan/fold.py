@@ -39,7 +39,8 @@ def fold(bindings: Iterable[Binding], full: bool) -> list[Row]:
     """Rows in streaming order; bindings that differ only in their layer become one, unless `full`."""
     groups: dict[object, list[Binding]] = {}
     for binding in bindings:
-        form = (lift(binding.target)[0], binding.shape, binding.operations, len(binding.sources))
+        key, (_, *inner) = lift(binding.target) if lift(binding.target)[1] else (binding.target, (0,))
+        form = (key, *inner, binding.shape, binding.operations, len(binding.sources))
         groups.setdefault(binding.target if full else form, []).append(binding)
     return [
         Row(group[0], _folded_name(group), len(group), sum(b.bytes_read for b in group)) for group in groups.values()
@@ -47,9 +48,13 @@ def fold(bindings: Iterable[Binding], full: bool) -> list[Row]:
 
 
 def _folded_name(group: list[Binding]) -> str:
-    key, _ = lift(group[0].target)
-    numbers = sorted(lift(binding.target)[1][0] for binding in group if lift(binding.target)[1])
+    """The name with a range in place of the layer, which is its first number; the others are alike."""
     if len(group) == 1:
         return group[0].target
+    key, (_, *inner) = lift(group[0].target)
+    numbers = sorted(lift(binding.target)[1][0] for binding in group)
     span = f"{numbers[0]}–{numbers[-1]}" if numbers[-1] - numbers[0] + 1 == len(numbers) else f"{len(numbers)} layers"
-    return key.replace("#", f"{{{span}}}", 1)
+    name = key.replace("#", f"{{{span}}}", 1)
+    for number in inner:
+        name = name.replace("#", str(number), 1)
+    return name

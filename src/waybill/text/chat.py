@@ -21,7 +21,7 @@ TIMEOUT_SECONDS = 20
 """Wall clock, a few times the worker's own processor limit."""
 
 
-def render_chat(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt for `messages`, ending where the assistant is to speak.
 
     Raises:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import onnx_ir as ir
 
 from waybill.errors import PackageMismatch, WaybillError
 from waybill.onnx.folder import CONFIG_NAME, read_package
-from waybill.onnx.verify.entries import ComponentEntries
+from waybill.onnx.verify.entries import PackageEntries
 
 
-def check_description(root: Path, component: ComponentEntries) -> list[WaybillError]:
-    """What genai_config.json lacks, or says otherwise than a sound component."""
+def check_description(package: PackageEntries) -> list[WaybillError]:
+    """What genai_config.json lacks, or says otherwise than sound components."""
     try:
-        stated = read_package(root)
+        stated = read_package(package.root)
     except WaybillError as error:
         return [error]
-    if stated.graph != root / component.file:
-        return [_differs("filename", component.file, stated.graph.name)]
-    rows = [entry.shape[0] for entry in component.initializers.values() if entry.role == "table"]
+    graphs = {stated.graph, *stated.parts.values()}
+    if graphs != {package.root / component.file for component in package.components.values()}:
+        files = sorted(component.file for component in package.components.values())
+        return [_differs("filename", ", ".join(files), ", ".join(sorted(graph.name for graph in graphs)))]
+    decoder = next(c for c in package.components.values() if package.root / c.file == stated.graph)
+    rows = [entry.shape[0] for entry in decoder.initializers.values() if entry.role == "table"]
     problems: list[WaybillError] = []
     if rows and stated.context_length > min(rows):
         problems.append(_differs("context_length", f"at most {min(rows)}", str(stated.context_length)))
@@ -29,7 +31,7 @@ def check_description(root: Path, component: ComponentEntries) -> list[WaybillEr
         "head_size": stated.head_dim,
         "vocab_size": stated.vocab_size,
     }
-    held = dict(_sizes(ir.load(root / component.file).graph))
+    held = dict(_sizes(ir.load(stated.graph).graph))
     problems += [
         _differs(name, str(held[name]), str(size)) for name, size in sizes.items() if held.get(name, size) != size
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from waybill.errors import PackageMismatch, WaybillError, some
 from waybill.onnx.verify.compare import OTHER, Held, Verdicts, compare_floats, compare_packed, compare_table
-from waybill.onnx.verify.entries import Check, ComponentEntries, Entry
+from waybill.onnx.verify.entries import Check, ComponentEntries, Entry, PackageEntries
 from waybill.onnx.verify.origin import Origin, members_of, weight_of
 from waybill.onnx.verify.structure import mismatch
 
@@ -60,9 +60,11 @@ def prove(
     return len(claims), found
 
 
-def unaccounted(component: ComponentEntries, dropped: Mapping[str, str], origin: Origin) -> Iterator[WaybillError]:
+def unaccounted(package: PackageEntries, origin: Origin) -> Iterator[WaybillError]:
     """Stored tensors that no initializer was made from, and sources that are not stored."""
-    named = component.made_from | {name for check in _shared(component) for name in check.sources} | dropped.keys()
+    named = set(package.dropped)
+    for component in package.components.values():
+        named |= component.made_from | {name for check in _shared(component) for name in check.sources}
     held = {header.name for header in origin.stored.headers.values()}
     for names, what, expected, found in (
         (held - named, "the package does not account for every tensor of the checkpoint",

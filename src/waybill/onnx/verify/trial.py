@@ -11,6 +11,7 @@ import numpy as np
 from waybill.errors import BadPackage, WaybillError
 from waybill.onnx import require
 from waybill.onnx.providers import PROVIDERS
+from waybill.onnx.runtime.decoder import PAST, PAST_CROSS, present_of
 from waybill.weights.dtypes import Array
 
 CPU = PROVIDERS["cpu"]
@@ -25,8 +26,11 @@ def provider_for(ep: str, obstacles: Mapping[str, Sequence[str]], available: Seq
     return next((name for name in wanted if name in available and not obstacles.get(name)), None)
 
 
-def run_steps(graph: Path, provider: str) -> list[WaybillError]:
-    """Open a session and run two steps; what the runtime says against it, or logits that are no numbers."""
+def run_steps(graph: Path, provider: str) -> tuple[str, list[WaybillError]]:
+    """Open a session and run the graph: once, or two steps of a decoder.
+
+    Returns what ran, in words, and what the runtime says against it, or outputs that are no numbers.
+    """
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.add_session_config_entry("session.disable_prepacking", "1")
@@ -34,16 +38,19 @@ def run_steps(graph: Path, provider: str) -> list[WaybillError]:
     step = "opening a session"
     try:
         session = runtime.InferenceSession(graph, options, providers=list(dict.fromkeys([provider, CPU])))
-        step = f"a prefill of {PROMPT} tokens"
-        feeds = _prefill(session)
-        outputs = _named(session, feeds)
-        problems = _not_finite(graph, outputs["logits"], step)
-        step = "a decode step"
-        outputs = _named(session, _decode(session, outputs))
-        return problems or _not_finite(graph, outputs["logits"], step)
+        decodes = any(given.name.startswith(PAST) for given in session.get_inputs())
+        step = f"a prefill of {PROMPT} tokens" if decodes else "a run"
+        outputs = _named(session, _first(session))
+        problems = _not_finite(graph, outputs, step)
+        ran = f"session opened, {step.removeprefix('a ')}"
+        if decodes:
+            step = "a decode step"
+            problems = problems or _not_finite(graph, _named(session, _second(session, outputs)), step)
+            ran += " and one decode step"
     except Exception as error:  # the runtime has a class of its own for every status, and no base
         reason = " ".join(str(error).split())[:400] or type(error).__name__
-        return [_failed(graph, f"{step} on the {provider}", reason)]
+        return step, [_failed(graph, f"{step} on the {provider}", reason)]
+    return f"{ran} on the {provider}, {'logits' if decodes else 'outputs'} finite", problems
 
 
 def _named(session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -51,38 +58,62 @@ def _named(session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def _prefill(session: Any) -> dict[str, Array]:
-    """The first tokens of the vocabulary, and an empty cache of the shapes the graph states."""
+def _first(session: Any) -> dict[str, Array]:
+    """Something for every input, of the shape the graph states: lengths are PROMPT, caches empty, masks all ones."""
+    feeds: dict[str, Array] = {}
+    for given in session.get_inputs():
+        shape = [size if isinstance(size, int) else _length(given.name, size) for size in given.shape]
+        if given.type != "tensor(int64)":
+            feeds[given.name] = np.zeros(shape, _DTYPES[given.type])
+        elif given.name.endswith("mask"):
+            feeds[given.name] = np.ones(shape, np.int64)
+        else:
+            feeds[given.name] = np.broadcast_to(np.arange(shape[-1]) % _vocabulary(session), shape).astype(np.int64)
+    return feeds
+
+
+def _length(name: str, axis: str) -> int:
+    """How long an axis without a number is: caches are empty; no token stands for a feature, so there is none."""
+    if name.startswith((PAST, PAST_CROSS)) and axis != "batch_size":
+        return 0
+    return 0 if axis.endswith("_features") else PROMPT if axis.endswith("sequence_length") else 1
+
+
+def _vocabulary(session: Any) -> int:
+    """Tokens there are; the first alone where the graph has no logits."""
     shapes = {output.name: output.shape for output in session.get_outputs()}
-    ids = np.arange(PROMPT, dtype=np.int64) % shapes["logits"][-1]
-    feeds: dict[str, Array] = {"input_ids": ids[None], "attention_mask": np.ones((1, PROMPT), np.int64)}
-    for given in session.get_inputs():
-        if given.name not in feeds:
-            _, heads, _, width = given.shape
-            feeds[given.name] = np.zeros((1, heads, 0, width), _DTYPES[given.type])
-    return feeds
+    return int(shapes["logits"][-1]) if "logits" in shapes else 1
 
 
-def _decode(session: Any, outputs: Mapping[str, Array]) -> dict[str, Array]:
-    """One more token, after the cache the first step returned."""
+def _second(session: Any, outputs: Mapping[str, Array]) -> dict[str, Array]:
+    """One more token, after the caches that the first step returned; another sequence's states are not needed again."""
     token = outputs["logits"][:, -1].argmax(-1).astype(np.int64)
-    feeds: dict[str, Array] = {"input_ids": token[:, None], "attention_mask": np.ones((1, PROMPT + 1), np.int64)}
-    for given in session.get_inputs():
-        if given.name not in feeds:
-            feeds[given.name] = outputs[given.name.replace("past_key_values.", "present.", 1)]
+    feeds = _first(session) | {"attention_mask": np.ones((1, PROMPT + 1), np.int64)}
+    for name in feeds:
+        if name == "input_ids":
+            feeds[name] = token[:, None]
+        elif name == "inputs_embeds":
+            feeds[name] = feeds[name][:, :1]
+        elif name == "encoder_hidden_states":
+            feeds[name] = feeds[name][:, :0]
+        elif name.startswith("past_"):
+            feeds[name] = outputs[present_of(name)]
     return feeds
 
 
-def _not_finite(graph: Path, logits: Array, step: str) -> list[WaybillError]:
-    bad = int(logits.size - np.isfinite(logits).sum())
+def _not_finite(graph: Path, outputs: Mapping[str, Array], step: str) -> list[WaybillError]:
+    """Of a decoder's outputs the logits are looked at, of another graph's all."""
+    name = "logits" if "logits" in outputs else next(iter(outputs))
+    values = outputs[name]
+    bad = int(values.size - np.isfinite(values).sum())
     if not bad:
         return []
     return [
         BadPackage(
-            "the package computes logits that are not finite",
-            where=f"logits of {step} ({graph.name})",
+            f"the package computes {name if name == 'logits' else 'outputs'} that are not finite",
+            where=f"{name} of {step} ({graph.name})",
             expected="finite numbers",
-            found=f"NaN or infinity in {bad:,} of {logits.size:,}",
+            found=f"NaN or infinity in {bad:,} of {values.size:,}",
             fix="check the weights (load with check_finite), or export with --dtype float32",
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,15 @@ Floats = NDArray[np.floating[Any]]
 
 
 class Sampler:
-    """Draws tokens; holds the random generator, so that one seed governs a whole generation."""
+    """Draws tokens; holds the random generator, so that one seed governs a whole generation.
 
-    def __init__(self, sampling: Sampling) -> None:
+    `suppressed` tokens are never drawn, and those `at_first` not as a request's first.
+    """
+
+    def __init__(self, sampling: Sampling, suppressed: Sequence[int] = (), at_first: Sequence[int] = ()) -> None:
         self._sampling = sampling
+        self._never = list(suppressed)
+        self._not_now = [*suppressed, *at_first]
         if sampling.temperature > 0:
             self._random = np.random.default_rng(None if sampling.seed is None else sampling.seed % (1 << 64))
 
@@ -27,6 +33,10 @@ class Sampler:
         Raises:
             NonFiniteWeight: a row holds NaN.
         """
+        if self._not_now:
+            logits_BV = logits_BV.copy()
+            logits_BV[:, self._not_now] = -np.inf
+            self._not_now = self._never
         likeliest = logits_BV.argmax(axis=-1)
         if np.isnan(logits_BV[np.arange(len(likeliest)), likeliest]).any():  # argmax finds NaN first
             raise NonFiniteWeight(

@@ -7,26 +7,49 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from waybill.errors import BadPackage
-from waybill.onnx import require
 from waybill.onnx.folder import Package
-from waybill.onnx.providers import PROVIDERS
-from waybill.onnx.sampler import Floats, Sampler
-from waybill.onnx.verify.entries import read_entries
+from waybill.onnx.runtime.sampler import Floats, Sampler
+from waybill.onnx.runtime.session import DTYPES, failed, open_session, to_tensor
 from waybill.text.request import Generation, Sampling, check_request, collect
+from waybill.weights.dtypes import Array
 
-DTYPES: dict[str, type[np.floating[Any]]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 CACHE_STEP = 64
 """Cache lengths are multiples of it: few distinct sizes, whose memory is found again."""
+PAST, PRESENT = "past_key_values.", "present."
+PAST_CROSS, PRESENT_CROSS = "past_cross_values.", "present_cross."
+GIVEN = ({"input_ids"}, {"inputs_embeds"}, {"input_ids", "encoder_hidden_states"},
+         {"input_ids", "encoder_hidden_states", "encoder_attention_mask"})  # fmt: skip
+"""What a decoder's graph may be given besides its caches and the mask of its own positions."""
+
+
+class Context(Protocol):
+    """What a decoder is given in place of tokens, or beside them."""
+
+    def first(self, ids_BS: Array) -> Mapping[str, Array]:
+        """For the prompts."""
+
+    def later(self, ids_B1: Array) -> Mapping[str, Array]:
+        """For one more token a request."""
+
+
+class Tokens:
+    """Nothing but the tokens."""
+
+    def first(self, ids_BS: Array) -> Mapping[str, Array]:
+        """For the prompts."""
+        return {"input_ids": ids_BS}
+
+    later = first
 
 
 class OnnxDecoder:
-    """The graph of a package, open in a session of its own."""
+    """The decoder graph of a package, open in a session of its own."""
 
     def __init__(self, package: Package) -> None:
         """Open the graph, and check that it is one this class can feed.
@@ -36,26 +59,20 @@ class OnnxDecoder:
             BadPackage: onnxruntime cannot open the graph, or the graph is no decoder.
         """
         self.package = package
-        runtime = require("onnxruntime")
-        options = runtime.SessionOptions()
-        options.log_severity_level = 4  # what fails is raised, and told once
-        options.intra_op_num_threads = package.threads
-        try:
-            self.session = runtime.InferenceSession(str(package.graph), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime's errors have no base class of their own
-            raise _unopened(package, error) from None
-        self.tensor = runtime.OrtValue.ortvalue_from_numpy
+        self.session = open_session(package, package.graph)
         inputs = {node.name: node for node in self.session.get_inputs()}
         outputs = {node.name: node for node in self.session.get_outputs()}
-        self.caches = {
-            name: DTYPES[node.type]
-            for name, node in inputs.items()
-            if name.startswith("past_key_values.") and node.type in DTYPES
+        known = {name: node for name, node in inputs.items() if node.type in DTYPES}
+        self.caches = {name: DTYPES[node.type] for name, node in known.items() if name.startswith(PAST)}
+        self.crosses = {
+            name: (DTYPES[node.type], node.shape) for name, node in known.items() if name.startswith(PAST_CROSS)
         }
-        fed = {"input_ids", "attention_mask", *self.caches}
-        made = {"logits", *map(_present, self.caches)}
-        if not self.caches or inputs.keys() != fed or outputs.keys() != made or outputs["logits"].type not in DTYPES:
-            raise _no_decoder(package, _unexpected(inputs, outputs, fed, made))
+        own = {"attention_mask", *self.caches, *self.crosses}
+        made = {"logits", *map(present_of, self.caches), *map(present_of, self.crosses)}
+        given = inputs.keys() - own
+        fits = own <= inputs.keys() and given in GIVEN and ("encoder_hidden_states" in given) == bool(self.crosses)
+        if not self.caches or not fits or outputs.keys() != made or outputs["logits"].type not in DTYPES:
+            raise _no_decoder(package, _unexpected(inputs, outputs, own | GIVEN[0], made))
         self.logits_dtype = DTYPES[outputs["logits"].type]
 
     def summary(self) -> str:
@@ -71,19 +88,23 @@ class OnnxDecoder:
         stop_ids: Collection[int] = (),
         sampling: Sampling | None = None,
         on_token: Callable[[int, int], None] = lambda _request, _token: None,
+        context: Context | None = None,
     ) -> Generation:
         """Continue every prompt by up to `max_new_tokens`; `on_token(request, token)` hears of each as it is made.
+
+        `context` is what the graph is given besides: nothing, for a language model.
 
         Raises:
             BadRequest: a prompt is empty, holds an unknown token, or would outgrow the model's positions.
             BadPackage: the graph fails.
         """
-        context = self.package.context_length
-        check_request(prompts, max_new_tokens, vocab_size=self.package.vocab_size, max_position=context)
+        package = self.package
+        check_request(prompts, max_new_tokens, vocab_size=package.vocab_size, max_position=package.context_length)
         longest = max(map(len, prompts)) + max_new_tokens
-        length = min(math.ceil(longest / CACHE_STEP) * CACHE_STEP, context)
+        length = min(math.ceil(longest / CACHE_STEP) * CACHE_STEP, package.context_length)
+        sampler = Sampler(sampling or Sampling(), package.suppressed, package.suppressed_first)
         return collect(
-            _steps(_Batch(self, prompts, length), Sampler(sampling or Sampling())),
+            _steps(_Batch(self, prompts, length, context or Tokens()), sampler),
             requests=len(prompts),
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
@@ -94,28 +115,31 @@ class OnnxDecoder:
 class _Batch:
     """Requests in flight, and their buffers: the graph reads and extends the cache where it lies."""
 
-    def __init__(self, decoder: OnnxDecoder, prompts: Sequence[Sequence[int]], length: int) -> None:
+    def __init__(self, decoder: OnnxDecoder, prompts: Sequence[Sequence[int]], length: int, context: Context) -> None:
         self._decoder = decoder
+        self._context = context
         self._binding = decoder.session.io_binding()
         self._lengths_B = np.array([len(prompt) for prompt in prompts])
         self._positions_L = np.arange(length)
         self._mask = np.empty(len(prompts) * length, np.int64)
         self._binding.bind_output("logits")  # by the runtime, which alone knows whether S positions or one come out
+        for name, (dtype, (_, heads, _, width)) in decoder.crosses.items():
+            self._binding.bind_ortvalue_input(name, to_tensor(np.zeros((len(prompts), heads, 0, width), dtype)))
+            self._binding.bind_output(present_of(name))
         shape = (len(prompts), decoder.package.num_kv_heads, length, decoder.package.head_dim)
         self._caches = {name: np.zeros(shape, dtype) for name, dtype in decoder.caches.items()}
         for name, cache in self._caches.items():
-            tensor = decoder.tensor(cache)
+            tensor = to_tensor(cache)
             self._binding.bind_ortvalue_input(name, tensor)
-            self._binding.bind_ortvalue_output(_present(name), tensor)
+            self._binding.bind_ortvalue_output(present_of(name), tensor)
         self._ids_BS = np.zeros((len(prompts), self._lengths_B.max()), np.int64)
         for row, prompt in enumerate(prompts):
             self._ids_BS[row, : len(prompt)] = prompt  # padded on the right: the mask's sums say where a row ends
-        self._binding.bind_ortvalue_input("input_ids", decoder.tensor(self._ids_BS))
 
     def prefill(self) -> Floats:
         """Run the prompts; logits `[B, V]` after the last token of each."""
-        self._run()
-        value = self._binding.get_outputs()[0]
+        self._run(self._context.first(self._ids_BS))
+        value, *crosses = self._binding.get_outputs()[: 1 + len(self._decoder.crosses)]
         shape = value.shape()
         rows, longest = self._ids_BS.shape
         if len(shape) != 3 or shape[0] != rows or shape[1] not in (1, longest):
@@ -128,26 +152,29 @@ class _Batch:
         # From here on every shape but the mask's stays, and so do the buffers.
         self._ids_BS = np.empty((rows, 1), np.int64)
         self._logits_B1V = np.empty((rows, 1, shape[2]), dtype)
-        self._binding.bind_ortvalue_input("input_ids", self._decoder.tensor(self._ids_BS))
-        self._binding.bind_ortvalue_output("logits", self._decoder.tensor(self._logits_B1V))
+        self._binding.bind_ortvalue_output("logits", to_tensor(self._logits_B1V))
+        for name, cross in zip(self._decoder.crosses, crosses, strict=True):
+            self._binding.bind_ortvalue_input(name, cross)
+            self._binding.bind_output(present_of(name))  # nothing, from here on
         return last_BV
 
     def extend(self, tokens_B: Sequence[int]) -> Floats:
         """Add a token to each request; logits `[B, V]` after it, valid until the next call."""
         self._ids_BS[:, 0] = tokens_B
         self._lengths_B += 1
-        self._run()
+        self._run(self._context.later(self._ids_BS))
         return self._logits_B1V[:, 0]
 
-    def _run(self) -> None:
+    def _run(self, given: Mapping[str, Array]) -> None:
         covered = int(self._lengths_B.max())
         mask_BT = self._mask[: len(self._lengths_B) * covered].reshape(-1, covered)
         mask_BT[...] = self._positions_L[:covered] < self._lengths_B[:, None]
-        self._binding.bind_ortvalue_input("attention_mask", self._decoder.tensor(mask_BT))
+        for name, values in {**given, "attention_mask": mask_BT}.items():
+            self._binding.bind_ortvalue_input(name, to_tensor(values))
         try:
             self._decoder.session.run_with_iobinding(self._binding)
         except Exception as error:  # the runtime's errors have no base class of their own
-            raise _failed(self._decoder.package, "onnxruntime cannot run the graph", error) from None
+            raise failed(self._decoder.package.graph, "onnxruntime cannot run the graph", error) from None
 
 
 def _steps(batch: _Batch, sampler: Sampler) -> Iterator[Sequence[int]]:
@@ -158,9 +185,10 @@ def _steps(batch: _Batch, sampler: Sampler) -> Iterator[Sequence[int]]:
         tokens = sampler(batch.extend(tokens))
 
 
-def _present(past: str) -> str:
+def present_of(past: str) -> str:
     """The output that a cache input comes back as."""
-    return past.replace("past_key_values", "present", 1)
+    own = past.startswith(PAST)
+    return past.replace(PAST, PRESENT, 1) if own else past.replace(PAST_CROSS, PRESENT_CROSS, 1)
 
 
 def _unexpected(inputs: dict[str, Any], outputs: dict[str, Any], fed: set[str], made: set[str]) -> str:
@@ -178,31 +206,4 @@ def _no_decoder(package: Package, found: str) -> BadPackage:
         expected="input_ids, attention_mask, past_key_values.{i}.key|value; logits [B, S, V], present.{i}.key|value",
         found=found,
         fix="export the checkpoint again, with this version",
-    )
-
-
-def _unopened(package: Package, error: Exception) -> BadPackage:
-    """What the exporter knew comes before what the runtime says of it."""
-    try:
-        because = read_entries(package.graph.parent).obstacles.get(PROVIDERS["cpu"], ())
-    except BadPackage:  # one that somebody else exported has no bill
-        because = ()
-    if not because:
-        return _failed(package, "onnxruntime cannot open the graph", error)
-    return BadPackage(
-        "the package was exported for another provider",
-        where=str(package.graph),
-        expected=f"a package that the {PROVIDERS['cpu']} runs",
-        found="; ".join(because),
-        fix="export the checkpoint again, with --ep cpu",
-    )
-
-
-def _failed(package: Package, what: str, error: Exception) -> BadPackage:
-    return BadPackage(
-        what,
-        where=str(package.graph),
-        expected="a graph and its data that onnxruntime runs on this machine's CPU",
-        found=str(error)[:300],
-        fix="copy the whole package folder again, or export it again; a newer onnxruntime may know more operators",
     )

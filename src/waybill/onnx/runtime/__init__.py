@@ -1,0 +1,1 @@
+"""Running packages in onnxruntime."""

@@ -1,0 +1,111 @@
+"""Sessions of onnxruntime, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from waybill.errors import BadPackage, BadRequest
+from waybill.onnx import require
+from waybill.onnx.folder import Package
+from waybill.onnx.providers import PROVIDERS
+from waybill.onnx.verify.entries import read_entries
+from waybill.weights.dtypes import Array
+
+DTYPES: dict[str, type[np.floating[Any]]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+def open_session(package: Package, graph: Path) -> Any:
+    """One graph of a package, on the CPU.
+
+    Raises:
+        MissingRuntime: onnxruntime is not installed.
+        BadPackage: onnxruntime cannot open the graph.
+    """
+    runtime = require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # what fails is raised, and told once
+    options.intra_op_num_threads = package.threads
+    try:
+        return runtime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's errors have no base class of their own
+        raise _unopened(graph, error) from None
+
+
+def to_tensor(values: Array) -> Any:
+    """An array as the runtime sees it; not a copy."""
+    return require("onnxruntime").OrtValue.ortvalue_from_numpy(values)
+
+
+class Network:
+    """A graph that runs once a request, or once a step, and keeps nothing: an encoder or an embedding."""
+
+    def __init__(self, package: Package, graph: Path) -> None:
+        self.graph = graph
+        self._session = open_session(package, graph)
+        self.inputs = {node.name: node for node in self._session.get_inputs()}
+        self.outputs = [node.name for node in self._session.get_outputs()]
+
+    def dtype_of(self, name: str) -> type[np.floating[Any]]:
+        """The dtype of a float input."""
+        return DTYPES.get(self.inputs[name].type, np.float32)
+
+    def __call__(self, feeds: Mapping[str, Array]) -> Array:
+        """The first output.
+
+        Raises:
+            BadPackage: the graph takes other inputs, or fails.
+        """
+        if feeds.keys() != self.inputs.keys():
+            raise failed(self.graph, "a graph takes other inputs than it should", ", ".join(self.inputs))
+        given = {name: self._fitted(name, values) for name, values in feeds.items()}
+        try:
+            return np.asarray(self._session.run(self.outputs[:1], given)[0])
+        except Exception as error:  # the runtime's errors have no base class of their own
+            raise failed(self.graph, "onnxruntime cannot run the graph", error) from None
+
+    def _fitted(self, name: str, values: Array) -> Array:
+        """In the input's dtype; refused in another shape."""
+        wanted = self.inputs[name].shape
+        if len(wanted) != values.ndim or any(
+            isinstance(size, int) and size != had for size, had in zip(wanted, values.shape, strict=True)
+        ):
+            raise BadRequest(
+                "an input does not fit the graph",
+                where=f"{name} ({self.graph.name})",
+                expected=str(wanted),
+                found=str(list(values.shape)),
+                fix="use the preprocessor files of the checkpoint that was exported",
+            )
+        return values.astype(self.dtype_of(name), copy=False) if values.dtype.kind == "f" else values
+
+
+def _unopened(graph: Path, error: Exception) -> BadPackage:
+    """What the exporter knew comes before what the runtime says of it."""
+    try:
+        because = read_entries(graph.parent).obstacles.get(PROVIDERS["cpu"], ())
+    except BadPackage:  # one that somebody else exported has no bill
+        because = ()
+    if not because:
+        return failed(graph, "onnxruntime cannot open the graph", error)
+    return BadPackage(
+        "the package was exported for another provider",
+        where=str(graph),
+        expected=f"a package that the {PROVIDERS['cpu']} runs",
+        found="; ".join(because),
+        fix="export the checkpoint again, with --ep cpu",
+    )
+
+
+def failed(graph: Path, what: str, why: Exception | str) -> BadPackage:
+    """What a graph cannot do here."""
+    return BadPackage(
+        what,
+        where=str(graph),
+        expected="a graph and its data that onnxruntime runs on this machine's CPU",
+        found=str(why)[:300],
+        fix="copy the whole package folder again, or export it again; a newer onnxruntime may know more operators",
+    )
