@@ -1,0 +1,48 @@
+"""Families × layouts: packages built, opened, run, and equal to transformers on the same weights.
+
+README's table of families is written from the tests here that passed: `make table`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import waybill
+from drivers import Driver
+from zoo import LAYOUTS, STEPS, ZOO, Layout, Tiny, pack, reference, stored
+
+CASES = [(tiny, layout, tied) for tiny in ZOO for layout in LAYOUTS for tied in tiny.ties]
+
+
+def label(case: tuple[Tiny, Layout, bool]) -> str:
+    tiny, layout, tied = case
+    return f"{tiny.title}: {layout.title}, {'tied' if tied else 'untied'}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(label, CASES))
+def test_a_package_is_packed_as_asked_and_equals_transformers(
+    case: tuple[Tiny, Layout, bool], tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    tiny, layout, tied = case
+    model = tiny.make(tied)
+    packed, dense, forms = pack(tiny, stored(model, tmp_path / "whole"), layout)
+    theirs = type(model).from_pretrained(dense.write(tmp_path / "dense")).eval()
+    expected, tokens = reference(theirs, tiny)
+    built = waybill.build(packed.write(tmp_path / "packed"), exact=True)
+    built.save(tmp_path / "package")
+    driver = Driver(tmp_path / "package")
+    inputs = {name: values.numpy() for name, values in tiny.inputs.items()}
+    logits, made = driver.steps(inputs, inputs[tiny.grows], STEPS, tiny.first)
+
+    assert np.abs(logits - expected).max() < 2e-4 * max(np.abs(expected).max(), 1)
+    np.testing.assert_array_equal(made, tokens)
+    found = {module: form for modules in driver.packed().values() for module, form in modules.items()}
+    assert found == {tiny.runtime(module): form for module, form in forms.items()}
+    for component, modules in driver.packed().items():
+        assert all(tiny.owner(module) == component for module in modules)
+    assert waybill.verify(tmp_path / "package", tmp_path / "packed").problems == []
+    record_property("family", tiny.title)
+    record_property("layout", layout.title)

@@ -1,0 +1,172 @@
+"""Tiny random models of several networks, each with what a test must know of it, stated independently of the library.
+
+Names are those that transformers writes to disk. Weights are larger than at birth, so that logits differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from checkpoints import Array, Recipe
+from packing import Scheme, dequantize, metadata, quantize, sidecars
+
+STEPS = 6
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """One model: how it is made, which component owns a stored tensor, which are packable, and what it is asked."""
+
+    title: str
+    make: Callable[[bool], PreTrainedModel]
+    """From whether the head is tied."""
+    owner: Callable[[str], str]
+    linear: re.Pattern[str]
+    """Modules that are packed where their component is."""
+    first: str
+    """The component that is not a language model."""
+    module: str
+    """A packable module of the decoder's second layer."""
+    module_pattern: str
+    """An expression for it, and for that module of every layer."""
+    inputs: Mapping[str, torch.Tensor]
+    grows: str = "input_ids"
+    """What answers are appended to."""
+    ties: tuple[bool, ...] = (True, False)
+    runtime: Callable[[str], str] = lambda name: name
+    """A stored module as a package names it."""
+
+
+def tiny(model: PreTrainedModel) -> PreTrainedModel:
+    """Ready to compute, and not nearly constant."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 / parameter.shape[-1] ** 0.5)
+            elif "norm" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def t5(form: str, tied: bool) -> PreTrainedModel:
+    config = T5Config(
+        d_model=64, d_kv=16, d_ff=96, num_heads=4, num_layers=2, num_decoder_layers=3, vocab_size=128,
+        decoder_start_token_id=0, feed_forward_proj=form, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = tiny(T5ForConditionalGeneration(config))
+    if not tied:
+        head = torch.randn(128, 64, generator=torch.Generator().manual_seed(3)) / 8
+        model.lm_head.weight = torch.nn.Parameter(head)
+        model.config.tie_word_embeddings = False
+    return model
+
+
+PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+_T5 = Tiny(
+    title="T5, gated",
+    make=lambda tied: t5("gated-gelu", tied),
+    owner=lambda name: {"shared": "encoder", "lm_head": "decoder"}.get(name.split(".")[0], name.split(".")[0]),
+    linear=re.compile(r".*(Attention\.[qkvo]|DenseReluDense\.w\w+)"),
+    first="encoder",
+    module="decoder.block.1.layer.2.DenseReluDense.wo",
+    module_pattern=r"decoder\.block\.\d+\.layer\.2\.DenseReluDense\.wo",
+    inputs={"input_ids": PROMPTS, "attention_mask": MASK, "decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)},
+    grows="decoder_input_ids",
+)
+ZOO = (_T5, replace(_T5, title="T5, plain", make=lambda tied: t5("relu", tied)))
+
+
+def stored(model: PreTrainedModel, folder: Path) -> Recipe:
+    """What transformers writes."""
+    import json
+
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return Recipe(config, load_file(folder / "model.safetensors"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How components are packed: a scheme for each, what stays float in the decoder, and what is overridden there."""
+
+    title: str
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    """By `first` and `decoder`."""
+    keep: str = ""
+    """`exact` or `re`."""
+    override: Mapping[str, Any] = field(default_factory=dict)
+
+
+OLIVE4, OLIVE8 = Scheme("olive", 4, 16), Scheme("olive", 8, 32)
+LAYOUTS = (
+    Layout(title="float"),
+    Layout(title="decoder 4 bits", schemes={"decoder": OLIVE4}),
+    Layout(title="decoder 4, the other 8 bits", schemes={"first": OLIVE8, "decoder": OLIVE4}),
+    Layout(title="an exact exclusion", schemes={"decoder": OLIVE4}, keep="exact"),
+    Layout(title="a `re:` exclusion", schemes={"decoder": OLIVE4}, keep="re"),
+    Layout(title="an override", schemes={"first": OLIVE8, "decoder": OLIVE4}, override={"bits": 8, "group": 32}),
+    Layout(title="GPTQ", schemes={"first": replace(OLIVE8, form="gptq"), "decoder": replace(OLIVE4, form="gptq")}),
+    Layout(title="AWQ and GPTQ", schemes={"first": replace(OLIVE8, form="gptq"), "decoder": Scheme("awq", 4, 32)}),
+)
+
+
+def pack(model: Tiny, recipe: Recipe, layout: Layout) -> tuple[Recipe, Recipe, dict[str, tuple[int, int]]]:
+    """A packed checkpoint, the float one it must equal, and bits and group of each packed module."""
+    packed, dense = Recipe(dict(recipe.config)), Recipe(dict(recipe.config))
+    schemes = {model.first if name == "first" else name: scheme for name, scheme in layout.schemes.items()}
+    forms: dict[str, tuple[int, int]] = {}
+    for name, tensor in recipe.tensors.items():
+        module, scheme = name.removesuffix(".weight"), schemes.get(model.owner(name))
+        kept = layout.keep and re.fullmatch(
+            model.module_pattern if layout.keep == "re" else re.escape(model.module), module
+        )
+        if scheme is None or not model.linear.fullmatch(module) or kept:
+            packed.tensors[name] = dense.tensors[name] = tensor
+            continue
+        if layout.override and module == model.module:
+            scheme = replace(scheme, **layout.override)
+        codes, zeros, scales = quantize(tensor.astype(np.float32), scheme)
+        dense.tensors[name] = dequantize(codes, zeros, scales, scheme.group)
+        packed.tensors |= sidecars(name, codes, zeros, scales, scheme)
+        forms[module] = (scheme.bits, scheme.group)
+    if schemes:
+        keep = {"exact": [model.module], "re": [f"re:{model.module_pattern}"], "": []}[layout.keep]
+        packed.config["component_quantization"] = {
+            name: _entry(scheme, keep if name == "decoder" else [], model, layout if name == "decoder" else None)
+            for name, scheme in schemes.items()
+        }
+    return packed, dense, forms
+
+
+def _entry(scheme: Scheme, keep: list[str], model: Tiny, layout: Layout | None) -> dict[str, Any]:
+    overrides = {model.module: layout.override} if layout is not None and layout.override else {}
+    block = metadata(scheme, [], overrides, table=False, head=False, moe=False, tie=False)
+    block.pop("tie_word_embeddings", None)
+    return block | ({"modules_to_not_convert": keep} if keep else {})
+
+
+def reference(model: PreTrainedModel, tiny: Tiny) -> tuple[Array, Array]:
+    """Logits [STEPS, B, V] of every step, and the likeliest tokens [B, STEPS], with everything computed anew."""
+    inputs = dict(tiny.inputs)
+    logits = []
+    for _ in range(STEPS):
+        with torch.no_grad():
+            last = model(**inputs).logits[:, -1]
+        logits.append(last)
+        token = last.argmax(-1, keepdim=True)
+        inputs[tiny.grows] = torch.cat([inputs[tiny.grows], token], 1)
+        if tiny.grows == "input_ids" and "attention_mask" in inputs:
+            inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(token)], 1)
+    return torch.stack(logits).numpy(), inputs[tiny.grows][:, -STEPS:].numpy()
