@@ -75,9 +75,11 @@ MODULE_PATH = re.compile(
     r"model\.layers|encoder\.\w|decoder\.\w|SelfAttention)\b"
 )
 KNOWS_MODELS = ("config/architectures.py", "families/", "onnx/graphs/", "media/")
-GENERIC = ("checkpoint/", "config/", "weights/", "manifest/", "codecs/", "rules/", "plan/", "onnx/data.py", "onnx/gate.py",
-           "onnx/bill.py", "onnx/component.py", "onnx/writing.py", "onnx/package.py", "onnx/target.py", "onnx/parts/stack",
-           "onnx/matrix.py", "onnx/runtime/", "cli/", "api.py", "overview.py")  # fmt: skip
+GENERIC = (
+    "checkpoint/", "config/", "weights/", "manifest/", "codecs/", "rules/", "plan/", "cli/", "api.py", "overview.py",
+    "onnx/data.py", "onnx/gate.py", "onnx/bill.py", "onnx/component.py", "onnx/writing.py", "onnx/package.py",
+    "onnx/target.py", "onnx/parts/stack", "onnx/matrix.py", "onnx/runtime/",
+)  # fmt: skip
 
 
 def unit_of(module: str) -> str:

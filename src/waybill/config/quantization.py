@@ -13,6 +13,10 @@ from typing import Any
 from waybill.config.match import Matcher
 
 
+MODEL_WIDE = "the model-wide layout"
+"""What decides where no rule does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationConfig:
     """How one module is packed. group_size -1 is one group over all of K.
@@ -82,7 +86,7 @@ class ComponentQuantizationPlan:
             return f"the exclusion {self.modules_to_not_convert.patterns[first]!r}"
         if kind != "linear":
             return f"the default for an {kind}" if kind == "embedding" else f"the default for a {kind}"
-        return "the model-wide layout"
+        return MODEL_WIDE
 
     def patterns(self) -> list[tuple[str, Matcher]]:
         """Every list of patterns with the metadata's name for it, for counting hits."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from waybill.config.producers import RULES, difference, read_plan
 from waybill.config.quantization import (
+    MODEL_WIDE,
     ComponentQuantizationManifest,
     ComponentQuantizationPlan,
     QuantizationConfig,
@@ -58,7 +59,9 @@ class Policy:
             return f"the metadata, which has no entry for {self.naming.component(module) or 'it'}"
         if self._excluded(module, plan.layout.method):
             return f"the model, which keeps it float under {plan.layout.method}"
-        return plan.reason(self.naming.names(module), self.naming.kind(module))
+        reason = plan.reason(self.naming.names(module), self.naming.kind(module))
+        whole = reason != MODEL_WIDE or self.naming.components.only is not None
+        return reason if whole else f"the layout of {self.naming.component(module)}"
 
     def _excluded(self, module: str, method: str) -> bool:
         owner = self.naming.components.owner_of(self.naming.runtime(module))
