@@ -147,10 +147,10 @@ PART_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "encoder_ffn_dim": 1536,
         "activation_function": "gelu",
         "d_model": 384,
-        "scale_embedding": False,
         "max_source_positions": 1500,
         "max_target_positions": 448,
         "tie_word_embeddings": True,
+        "decoder_start_token_id": 50257,
     },
     "clip_vision_model": {
         "hidden_size": 768,
@@ -182,7 +182,6 @@ PART_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "encoder_ffn_dim": 5120,
         "d_model": 1280,
         "activation_function": "gelu",
-        "scale_embedding": False,
         "max_source_positions": 1500,
     },
     "llava": {

@@ -15,7 +15,7 @@ CONFIG_NAME = "genai_config.json"
 PARTS = ("encoder", "embedding", "vision", "speech")
 """Sections of graphs that run before the decoder's."""
 SINGLE = ("decoder_start_token_id", "image_token_id", "audio_token_id")
-TOKENS = (*SINGLE, "prompt_ids", "suppress_tokens", "begin_suppress_tokens")
+TOKENS = (*SINGLE, "prompt_ids", "language_token_ids", "suppress_tokens", "begin_suppress_tokens")
 """What a model of several graphs says of its tokens: one, or a list."""
 MOST_THREADS = 1024
 """More than any machine's cores; the runtime would start every one it is told to."""
@@ -40,6 +40,8 @@ class Package:
     """Tokens that stand for pictures or sound."""
     start_ids: tuple[int, ...] = ()
     """What an answer to another sequence begins with."""
+    language_ids: tuple[int, ...] = ()
+    """The likeliest of these comes after the first of them: the language that is heard."""
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     """Tokens that are never made, and that no answer begins with."""
@@ -101,6 +103,7 @@ def read_package(folder: Path) -> Package:
         parts={name: _graph(part.get("filename"), folder) for name, part in parts.items()},
         tokens={name: ids[0] for name, ids in tokens.items() if name.endswith("_token_id")},
         start_ids=start,
+        language_ids=tokens.get("language_token_ids", ()),
         suppressed=tokens.get("suppress_tokens", ()),
         suppressed_first=tokens.get("begin_suppress_tokens", ()),
     )

@@ -111,6 +111,11 @@ class OnnxDecoder:
             on_token=on_token,
         )
 
+    def likeliest(self, prompts: Sequence[Sequence[int]], among: Sequence[int], context: Context) -> list[int]:
+        """Which of some tokens each prompt is most likely followed by."""
+        logits_BV = _Batch(self, prompts, max(map(len, prompts)), context).prefill()
+        return [among[at] for at in logits_BV[:, list(among)].argmax(axis=-1)]
+
 
 class _Batch:
     """Requests in flight, and their buffers: the graph reads and extends the cache where it lies."""

@@ -105,11 +105,17 @@ class EncoderDecoder:
             context = _Across(states, mask_BE)
         else:
             if len(inputs.prompts) not in (0, len(inputs.media)) or not inputs.media:
-                found = f"{len(inputs.media)} recordings and {len(inputs.prompts)} prompts"
-                raise _unfit("a recording for every request", found, "give one --audio file for each request")
+                wrong = f"{len(inputs.media)} recordings and {len(inputs.prompts)} prompts"
+                raise _unfit("a recording for every request", wrong, "give one --audio file for each request")
             feeds = {name: np.concatenate([one[name] for one in inputs.media]) for name in self.encoder.inputs}
             context = _Across(self.encoder(feeds), None)
-            prompts = [[*begin, *prompt] for prompt in inputs.prompts or [[]] * len(inputs.media)]
+            first, rest = begin[:1], begin[1:]
+            spoken: Sequence[Sequence[int]] = [()] * len(inputs.media)
+            if package.language_ids:
+                found = self.decoder.likeliest([first] * len(inputs.media), package.language_ids, context)
+                spoken = [(token,) for token in found]
+            asked = inputs.prompts or [()] * len(inputs.media)
+            prompts = [[*first, *heard, *rest, *prompt] for heard, prompt in zip(spoken, asked, strict=True)]
         return self.decoder.generate(prompts, context=context, **options)  # type: ignore[arg-type]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:

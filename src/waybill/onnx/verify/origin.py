@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from waybill.config import RotaryConfig
@@ -34,7 +34,7 @@ class Origin:
     def rows(self, weight: str) -> int:
         """Rows of one matrix, as its headers state them."""
         if (header := self.stored.headers.get(weight)) is not None:
-            return header.shape[-2] if len(header.shape) > 1 else math.prod(header.shape)
+            return rows_of(weight, header.shape)
         scales = self.stored.sidecars(weight).get("scales")
         config = self.policy(weight)
         if scales is None or config is None or len(self.stored.headers[scales].shape) < 2:
@@ -57,6 +57,13 @@ class Member:
     start: int = 0
     step: int = 1
     expert: int | None = None
+
+
+def rows_of(weight: str, shape: Sequence[int]) -> int:
+    """Rows of one matrix of a bank, or else of the whole weight: of a kernel [N, C, k, …] all but its last axis."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return shape[-2] if weight.endswith(BANKS) else math.prod(shape[:-1])
 
 
 def weight_of(name: str, role: str) -> str:

@@ -6,7 +6,6 @@ at a time is in memory, and of its unpacked values a few rows.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from waybill.errors import PackageMismatch, WaybillError, some
 from waybill.onnx.verify.compare import OTHER, Held, Verdicts, compare_floats, compare_packed, compare_table
 from waybill.onnx.verify.entries import Check, ComponentEntries, Entry, PackageEntries
-from waybill.onnx.verify.origin import Origin, members_of, weight_of
+from waybill.onnx.verify.origin import BANKS, Origin, members_of, rows_of, weight_of
 from waybill.onnx.verify.structure import mismatch
 
 THREADS = 2
@@ -110,13 +109,13 @@ def _weights(check: Check) -> tuple[str, str]:
 def _prove(root: Path, claim: Claim, origin: Origin, verdicts: Verdicts) -> None:
     """Compare one weight with its sources."""
     entry = claim.parts.get("scales") or next(iter(claim.parts.values()))
-    slabs = entry.shape[0] if len(entry.shape) > 2 else 1
+    slabs = entry.shape[0] if claim.weight.endswith(BANKS) else 1
     members = list(members_of(claim.weight, slabs, origin))
     if absent := [member.weight for member in members if not origin.names(member.weight)]:
         found = f"no tensor of {some(absent)}"
         verdicts.add(entry, mismatch("a weight is not in the checkpoint", entry, claim.weight, found, OTHER))
         return
-    rows = entry.shape[-2] if len(entry.shape) > 1 else math.prod(entry.shape)
+    rows = rows_of(claim.weight, entry.shape)
     brought = sum(member.count for member in members)
     if brought != slabs * rows:
         expected, found = f"{brought:,} rows, as in the checkpoint", f"{slabs * rows:,} rows"
