@@ -121,6 +121,26 @@ def qwen3_moe(dtype: Any = BF16, *, banks: bool = False, **config: Any) -> Recip
     return recipe
 
 
+def per_layer(recipe: Recipe, size: int = 32, rows: int | None = None) -> Recipe:
+    """The same decoder, whose layers are given inputs of their own; `rows` of their table, when it is stated."""
+    config, dtype = recipe.config, recipe.tensors["model.norm.weight"].dtype
+    config["hidden_size_per_layer_input"] = size
+    if rows is not None:
+        config["vocab_size_per_layer_input"] = rows
+    layers, vocab = config["num_hidden_layers"], config["vocab_size"] if rows is None else rows
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens_per_layer": (vocab, layers * size),
+        "per_layer_model_projection": (layers * size, HIDDEN),
+        "per_layer_projection_norm": (size,),
+    }
+    for layer in range(layers):
+        shapes[f"layers.{layer}.per_layer_input_gate"] = (size, HIDDEN)
+        shapes[f"layers.{layer}.per_layer_projection"] = (HIDDEN, size)
+        shapes[f"layers.{layer}.post_per_layer_input_norm"] = (HIDDEN,)
+    recipe.tensors |= {f"model.{name}.weight": _random(dtype, *shape) for name, shape in shapes.items()}
+    return recipe
+
+
 _generator = np.random.default_rng(0)
 
 

@@ -20,6 +20,7 @@ ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 AWQ_SLOTS = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which of eight outputs the slots of an AWQ word hold."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def pack(
         scheme: how they are packed.
         keep: module names that stay float, and are excluded in the metadata.
         overrides: module names to the fields of the scheme they change.
-        table: whether the input embedding is packed.
+        table: whether the input embedding is packed, and a table of per-layer inputs.
         head: whether the output head is packed.
         tie: the head is left out of the file, and only the quantization metadata says that it is tied (Olive).
     """
@@ -204,11 +205,12 @@ def unpack(recipe: Recipe, bits: int, group: int, bits_of: Mapping[str, int]) ->
 
 
 def _is_packed(name: str, tensor: Array, table: bool, head: bool) -> bool:
-    if name == TABLE:
+    if name in (TABLE, PER_LAYER_TABLE):
         return table
     if name == HEAD:
         return head
-    return name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")) and tensor.ndim > 1
+    linear = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj", "_input_gate.weight", "_projection.weight")
+    return name.endswith(linear) and tensor.ndim > 1
 
 
 def _renamed(change: Mapping[str, Any], symmetric: str) -> dict[str, Any]:

@@ -83,6 +83,16 @@ def read_text(
     model, found, notes = read_model_config(inner, f"{where}: text_config")
     problems += found
     notices += notes
+    if model is not None and model.hidden_size_per_layer_input:
+        problems.append(
+            UnsupportedFeature(
+                "per-layer inputs of a decoder that is given embeddings are not supported",
+                where=f"{where}: text_config: hidden_size_per_layer_input",
+                expected="0, or no such field: these inputs are looked up by tokens, which this decoder never sees",
+                found=str(model.hidden_size_per_layer_input),
+                fix="export the language model by itself",
+            )
+        )
     return model
 
 

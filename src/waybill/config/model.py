@@ -27,7 +27,7 @@ _WORTH_A_LINE = (
 """Fields whose class default, when config.json omits them, is easily not what the model was trained with."""
 _SHAPING = {key for row in ARCHITECTURES.values() for key in row.defaults} | {
     "num_key_value_heads", "head_dim", "num_local_experts", "rope_scaling", "rope_parameters", "layer_types",
-    "quantization_config",
+    "quantization_config", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
 }  # fmt: skip
 """Fields that a nested and an outer config may not state differently without a word."""
 DTYPE_TAGS = {
@@ -69,6 +69,10 @@ class ModelConfig:
     decoder_sparse_step: int = 1
     extra_layers: int = 0
     """Multi-token-prediction layers stored after the last decoder layer (num_nextn_predict_layers)."""
+    hidden_size_per_layer_input: int = 0
+    """Elements of the input that every layer is given for each token beside its states; 0 where there is none."""
+    vocab_size_per_layer_input: int = 0
+    """Rows of the table those inputs are looked up in: one for every token at least; 0 where there is none."""
 
     @property
     def text(self) -> ModelConfig:
@@ -207,13 +211,15 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
     has_kv_heads = fields.stated("num_key_value_heads") or "num_key_value_heads" in architecture.defaults
     config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
     moe = architecture.moe
+    vocab_size = fields.integer("vocab_size")
+    per_layer_size, per_layer_rows = _per_layer_table(fields, vocab_size)
     return ModelConfig(
         num_layers=fields.integer("num_hidden_layers", high=LARGEST_COUNT),
         num_qo_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", high=LARGEST_COUNT) if has_kv_heads else heads,
         head_dim=head_dim,
         hidden_size=hidden,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         rotary_config=read_rotary(fields, head_dim, notices),
@@ -235,7 +241,32 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         extra_layers=fields.integer("num_nextn_predict_layers", low=0, high=LARGEST_COUNT)
         if fields.stated("num_nextn_predict_layers")
         else 0,
+        hidden_size_per_layer_input=per_layer_size,
+        vocab_size_per_layer_input=per_layer_rows,
     )
+
+
+def _per_layer_table(fields: Fields, vocab_size: int) -> tuple[int, int]:
+    """Elements of a layer's own input, and rows of the table of such inputs; (0, 0) where there are none.
+
+    A table that has no row for some tokens is refused: no row stands for another.
+    """
+    width, rows = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    size = fields.integer(width, low=0) if fields.stated(width) else 0
+    if size == 0:
+        return 0, 0
+    count = fields.integer(rows) if fields.stated(rows) else vocab_size
+    if count < vocab_size and not fields.wrong & {rows, "vocab_size"}:
+        fields.problems.append(
+            BadConfig(
+                "some tokens have no per-layer input",
+                where=f"{fields.where}: {rows}",
+                expected=f"at least vocab_size {vocab_size}: a row for every token",
+                found=str(count),
+                fix=f"state the number of rows the table is stored with; tokens from {count} on are not clipped",
+            )
+        )
+    return size, count
 
 
 def _tied_by_quantizer(raw: Mapping[str, Any]) -> bool:

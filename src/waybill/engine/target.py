@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from waybill.config import ModelConfig
 from waybill.config.composite import Config
-from waybill.errors import UnsupportedArchitecture, WaybillError
+from waybill.errors import UnsupportedArchitecture, UnsupportedFeature, WaybillError
 from waybill.plan import ParameterSpec, Target
 
 
@@ -17,6 +17,14 @@ def _refusals(config: Config, _specs: Sequence[ParameterSpec], _dtype: str) -> I
             where=f"config.json: architectures {config.architectures[0]}",
             expected="a decoder-only language model",
             found=f"a {config.model_type} model, which is several networks",
+            fix="export it with waybill export, and run the package",
+        )
+    elif config.hidden_size_per_layer_input:
+        yield UnsupportedFeature(
+            "the engine gives layers no inputs of their own",
+            where="config.json: hidden_size_per_layer_input",
+            expected="0, or no such field",
+            found=str(config.hidden_size_per_layer_input),
             fix="export it with waybill export, and run the package",
         )
 

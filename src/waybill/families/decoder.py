@@ -35,7 +35,7 @@ def decoder_module_kind(module: str) -> str:
     """Which modules are tables or banks: quantizers have switches of their own for them."""
     if module == "lm_head":
         return "head"
-    if module.endswith("embed_tokens"):
+    if module.endswith(("embed_tokens", "embed_tokens_per_layer")):
         return "embedding"
     return "experts" if module.endswith((".experts.gate_up_proj", ".experts.down_proj")) else "linear"
 
@@ -106,7 +106,11 @@ class _Blueprint:
             yield from self._attention(f"{path}.self_attn")
             yield self._vector(f"{path}.post_attention_layernorm.weight", config.hidden_size, "hidden_size")
             yield from self._experts(f"{path}.mlp") if config.is_moe_layer(layer) else self._mlp(f"{path}.mlp")
+            if config.hidden_size_per_layer_input:
+                yield from self._per_layer_block(path)
         yield self._vector(f"{root}.norm.weight", config.hidden_size, "hidden_size")
+        if config.hidden_size_per_layer_input:
+            yield from self._per_layer_inputs(root)
         yield self._table(HEAD, "head", tied_to=embedding if config.tie_word_embeddings else None)
 
     def _attention(self, path: str) -> Iterator[ParameterSpec]:
@@ -163,6 +167,27 @@ class _Blueprint:
                 packing=packing,
                 interleave=self.merges.interleave and len(parts) > 1,
             )
+
+    def _per_layer_inputs(self, root: str) -> Iterator[ParameterSpec]:
+        """What the inputs of all layers are made from: looked up by tokens, and projected from their embeddings."""
+        config, field = self.config, "hidden_size_per_layer_input"
+        size, rows = config.hidden_size_per_layer_input, config.vocab_size_per_layer_input
+        width = config.num_layers * size
+        across = f"num_hidden_layers {config.num_layers} × {field} {size}"
+        table = Part((rows, width), None, f"vocab_size_per_layer_input {rows}, {across}")
+        name = f"{root}.embed_tokens_per_layer.weight"
+        yield ParameterSpec(name=name, kind="embedding", parts=(table,), packing=self.packings.get(name))
+        projection = Part((width, config.hidden_size), None, f"{across}, hidden_size {config.hidden_size}")
+        yield self._linear(f"{root}.per_layer_model_projection", projection)
+        yield self._vector(f"{root}.per_layer_projection_norm.weight", size, field)
+
+    def _per_layer_block(self, path: str) -> Iterator[ParameterSpec]:
+        """What one layer does with its input."""
+        hidden, size = self.config.hidden_size, self.config.hidden_size_per_layer_input
+        basis = f"hidden_size_per_layer_input {size}, hidden_size {hidden}"
+        yield self._linear(f"{path}.per_layer_input_gate", Part((size, hidden), None, basis))
+        yield self._linear(f"{path}.per_layer_projection", Part((hidden, size), None, basis))
+        yield self._vector(f"{path}.post_per_layer_input_norm.weight", hidden, "hidden_size")
 
     def _merged(
         self, path: str, weights: Mapping[str, Part], biases: Mapping[str, Part] | None, wanted: bool

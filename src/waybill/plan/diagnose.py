@@ -235,12 +235,13 @@ def _shape(spec: ParameterSpec, part: Part, found: tuple[int, ...], header: Tens
     expected = f"[{', '.join(map(str, part.shape))}] ({part.basis})"
     shape = f"[{', '.join(map(str, found))}]"
     if spec.kind in ("embedding", "head") and found[1:] == part.shape[1:]:
+        field = part.basis.partition(" ")[0]
         return VocabMismatch(
             "the vocabulary in the file is not the one in the config",
             where=where,
             expected=expected,
-            found=f"{shape}: {found[0]} rows, vocab_size says {part.shape[0]}",
-            fix=f"set vocab_size to {found[0]} if the tokenizer has that many tokens; nothing is padded or cropped",
+            found=f"{shape}: {found[0]} rows, {field} says {part.shape[0]}",
+            fix=f"set {field} to {found[0]} if the tokenizer has that many tokens; nothing is padded or cropped",
         )
     return ShapeMismatch(
         "a weight has another shape than the config implies",

@@ -19,6 +19,7 @@ from waybill.onnx.parts.activation import activate
 from waybill.onnx.parts.attention import attend_cached
 from waybill.onnx.parts.moe import routed
 from waybill.onnx.parts.norm import rms_norm, rms_norm_of_sum
+from waybill.onnx.parts.per_layer import given_to_layer, per_layer_inputs
 from waybill.onnx.parts.positions import last_positions, pick, request_lengths, rotary_tables
 from waybill.weights.dtypes import NUMPY_DTYPES
 
@@ -36,7 +37,12 @@ def build_decoder(config: ModelConfig, bench: Workbench, *, root: str = ROOT, em
         bench: what graphs are made with.
         root: the path of the decoder without its head.
         embeds: whether it is given embeddings, [B, S, H], instead of tokens.
+
+    Raises:
+        ValueError: it is given embeddings, and its layers inputs that are looked up by tokens; no such config is read.
     """
+    if embeds and config.hidden_size_per_layer_input:
+        raise ValueError("per-layer inputs are looked up by tokens, and the graph is given embeddings")
     return _Decoder(config, bench, bench.matrices(), root).build(embeds)
 
 
@@ -67,6 +73,7 @@ class _Decoder:
         last, total = request_lengths(graph, mask)
         lengths = graph.op("lengths", "Cast", last, to=INT32), graph.op("total_length", "Cast", total, to=INT32)
         rotary = self._rotary()
+        own = per_layer_inputs(self.matrices, config, root, given, residual)
         epsilon = config.rms_norm_eps
         x = rms_norm(self.matrices, f"{root}.layers.0.input_layernorm", residual, epsilon)
         for layer in range(config.num_layers):
@@ -78,6 +85,9 @@ class _Decoder:
                 y = routed(self.matrices, config, f"{path}.mlp", x)
             else:
                 y = self._mlp(f"{path}.mlp", x)
+            if own:
+                residual = graph.op(f"{path}.mlp/sum", "Add", y, residual)
+                y = given_to_layer(self.matrices, config, path, residual, own[layer])
             last_layer = layer + 1 == config.num_layers
             following = f"{root}.norm" if last_layer else f"{root}.layers.{layer + 1}.input_layernorm"
             x, residual = rms_norm_of_sum(self.matrices, following, y, residual, epsilon)
