@@ -21,11 +21,10 @@ class Driver:
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        files = sorted(folder.glob("*.onnx"))
-        self.sessions = {
-            path.stem: ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]) for path in files
-        }
-        self.models = {path.stem: onnx.load(path, load_external_data=False) for path in files}
+        files = {"decoder" if path.stem == "model" else path.stem: path for path in sorted(folder.glob("*.onnx"))}
+        providers = ["CPUExecutionProvider"]
+        self.sessions = {name: ort.InferenceSession(path, options, providers=providers) for name, path in files.items()}
+        self.models = {name: onnx.load(path, load_external_data=False) for name, path in files.items()}
 
     def run(self, graph: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
         session = self.sessions[graph]
@@ -36,7 +35,7 @@ class Driver:
     def steps(self, inputs: Mapping[str, Array], prompts: Array, count: int, first: str) -> tuple[Array, Array]:
         """Logits [count, B, V] and likeliest tokens [B, count]; prompts [B, S] are of one length."""
         given: dict[str, Array] = dict(self.run(first, inputs)) if first in self.sessions else {}
-        mask = {"encoder_attention_mask": inputs["attention_mask"]} if "encoder" in self.sessions else {}
+        mask = {"encoder_attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
         decoder = self.sessions["decoder"]
         rows = len(prompts)
         past = {

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan",
         "weights",
     },
-    "overview": {"api", "checkpoint", "codecs", "config", "errors", "families", "manifest", "plan"},
+    "overview": {"api", "checkpoint", "codecs", "config", "engine/target", "errors", "families", "manifest", "plan"},
     "waybill": {"api", "errors"},
     "cli": {"checkpoint", "engine", "engine/load", "errors", "media", "onnx", "overview", "plan", "text", "waybill"},
     "__main__": {"cli"},

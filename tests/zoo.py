@@ -5,6 +5,7 @@ Names are those that transformers writes to disk. Weights are larger than at bir
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.numpy import load_file
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
-from checkpoints import Array, Recipe
+from checkpoints import Array, Recipe, lively, llama, per_layer
 from packing import Scheme, dequantize, metadata, quantize, sidecars
+from per_layer import Model
 
 STEPS = 6
 Tensors = Mapping[str, torch.Tensor]
+
+
+def loaded(recipe: Recipe, folder: Path) -> Callable[..., Any]:
+    """transformers' model of a checkpoint."""
+    kind = getattr(transformers, recipe.config["architectures"][0])
+    return kind.from_pretrained(recipe.write(folder)).eval()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +43,8 @@ class Tiny:
     """One model: how it is made, which component owns a stored tensor, which are packable, and what it is asked."""
 
     title: str
-    make: Callable[[bool], PreTrainedModel]
-    """From whether the head is tied."""
+    make: Callable[[bool, Path], Recipe]
+    """A checkpoint, from whether the head is tied; the folder is for whoever needs one to make it."""
     owner: Callable[[str], str]
     linear: re.Pattern[str]
     """Modules that are packed where their component is."""
@@ -45,6 +60,15 @@ class Tiny:
     ties: tuple[bool, ...] = (True, False)
     runtime: Callable[[str], str] = lambda name: name
     """A stored module as a package names it."""
+    load: Callable[[Recipe, Path], Callable[..., Any]] = loaded
+    """The reference of a float checkpoint."""
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Recipe:
+    """What transformers writes of a model, with the name of its class."""
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return Recipe(config, load_file(folder / "model.safetensors"))
 
 
 def tiny(model: PreTrainedModel) -> PreTrainedModel:
@@ -76,7 +100,7 @@ PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 _T5 = Tiny(
     title="T5, gated",
-    make=lambda tied: t5("gated-gelu", tied),
+    make=lambda tied, folder: saved(t5("gated-gelu", tied), folder),
     owner=lambda name: {"shared": "encoder", "lm_head": "decoder"}.get(name.split(".")[0], name.split(".")[0]),
     linear=re.compile(r".*(Attention\.[qkvo]|DenseReluDense\.w\w+)"),
     first="encoder",
@@ -85,16 +109,51 @@ _T5 = Tiny(
     inputs={"input_ids": PROMPTS, "attention_mask": MASK, "decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)},
     grows="decoder_input_ids",
 )
-ZOO = (_T5, replace(_T5, title="T5, plain", make=lambda tied: t5("relu", tied)))
 
 
-def stored(model: PreTrainedModel, folder: Path) -> Recipe:
-    """What transformers writes."""
-    import json
+def whisper(tied: bool) -> PreTrainedModel:
+    config = WhisperConfig(
+        d_model=64, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=2,
+        encoder_ffn_dim=96, decoder_ffn_dim=160, vocab_size=128, num_mel_bins=16, max_source_positions=10,
+        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        suppress_tokens=None, begin_suppress_tokens=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return tiny(WhisperForConditionalGeneration(config))
 
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    return Recipe(config, load_file(folder / "model.safetensors"))
+
+_WHISPER = Tiny(
+    title="Whisper",
+    make=lambda tied, folder: saved(whisper(tied), folder),
+    owner=lambda name: "encoder" if name.startswith("model.encoder.") else "decoder",
+    linear=re.compile(r".*\.(\w*attn\.(q|k|v|out)_proj|fc[12])"),
+    first="encoder",
+    module="model.decoder.layers.1.fc2",
+    module_pattern=r"model\.decoder\.layers\.\d+\.fc2",
+    inputs={
+        "input_features": torch.randn(2, 16, 20, generator=torch.Generator().manual_seed(1)),
+        "decoder_input_ids": torch.tensor([[3, 9], [3, 4]]),
+    },
+    grows="decoder_input_ids",
+)
+
+
+LAYERED = Tiny(
+    title="Llama with per-layer inputs",
+    make=lambda tied, _: lively(per_layer(llama(np.float32, tie_word_embeddings=tied))),
+    load=lambda recipe, _: Model(recipe),
+    owner=lambda name: "decoder",
+    linear=re.compile(r"model\.(layers\..*(_proj|_gate|_projection)|per_layer_model_projection)"),
+    first="none",
+    module="model.layers.1.per_layer_input_gate",
+    module_pattern=r"model\.layers\.\d+\.per_layer_(input_gate|projection)",
+    inputs={"input_ids": torch.tensor([[3, 17, 99, 4, 56], [120, 7, 7, 31, 64]])},
+)
+ZOO = (
+    _T5,
+    replace(_T5, title="T5, plain", make=lambda tied, folder: saved(t5("relu", tied), folder)),
+    _WHISPER,
+    LAYERED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +184,9 @@ LAYOUTS = (
 def pack(model: Tiny, recipe: Recipe, layout: Layout) -> tuple[Recipe, Recipe, dict[str, tuple[int, int]]]:
     """A packed checkpoint, the float one it must equal, and bits and group of each packed module."""
     packed, dense = Recipe(dict(recipe.config)), Recipe(dict(recipe.config))
-    schemes = {model.first if name == "first" else name: scheme for name, scheme in layout.schemes.items()}
+    owners = {model.owner(name) for name in recipe.tensors}
+    named = {model.first if name == "first" else name: scheme for name, scheme in layout.schemes.items()}
+    schemes = {name: scheme for name, scheme in named.items() if name in owners}
     forms: dict[str, tuple[int, int]] = {}
     for name, tensor in recipe.tensors.items():
         module, scheme = name.removesuffix(".weight"), schemes.get(model.owner(name))
@@ -157,7 +218,7 @@ def _entry(scheme: Scheme, keep: list[str], model: Tiny, layout: Layout | None) 
     return block | ({"modules_to_not_convert": keep} if keep else {})
 
 
-def reference(model: PreTrainedModel, tiny: Tiny) -> tuple[Array, Array]:
+def reference(model: Callable[..., Any], tiny: Tiny) -> tuple[Array, Array]:
     """Logits [STEPS, B, V] of every step, and the likeliest tokens [B, STEPS], with everything computed anew."""
     inputs = dict(tiny.inputs)
     logits = []

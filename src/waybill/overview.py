@@ -13,8 +13,9 @@ from waybill.checkpoint.header import DTYPE_BITS
 from waybill.codecs.grouping import split_role
 from waybill.config import ModelConfig
 from waybill.config.composite import Config
+from waybill.engine.target import runs
 from waybill.errors import PackingMismatch
-from waybill.families import DECODER, family_of
+from waybill.families import family_of
 from waybill.manifest.naming import Spelling
 from waybill.manifest.quantization import Policy
 from waybill.plan import Plan
@@ -142,7 +143,7 @@ class Report:
         if text:
             per_token = text.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
             yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"
-        if isinstance(config, ModelConfig):
+        if isinstance(config, ModelConfig) and self.bill.target == "torch":
             yield "legal TP", ", ".join(map(str, _legal_tp(config, self.bill)))
 
 
@@ -177,7 +178,7 @@ def _sizes(config: ModelConfig, bill: Plan) -> dict[str, Any]:
         "max_position_embeddings": rotary.max_position,
         "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
         "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[bill.dtype] // 8),
-        **({"legal_tp": _legal_tp(config, bill)} if isinstance(bill.config, ModelConfig) else {}),
+        **({"legal_tp": _legal_tp(config, bill)} if bill.target == "torch" else {}),
     }
 
 
@@ -200,8 +201,9 @@ _TIES = {
 
 
 def describe(checkpoint: Checkpoint) -> Report:
-    """Everything `inspect` shows; the problems are those of a plan for one rank, by the target that can run it all."""
-    bill = plan(checkpoint, "torch" if family_of(checkpoint.config) is DECODER else "onnx")
+    """Everything `inspect` shows; the problems are those of a plan for one rank, for a target that has such models."""
+    config = family_of(checkpoint.config).read(checkpoint.config).config
+    bill = plan(checkpoint, "torch" if config is None or runs(config) else "onnx")
     if bill.policy is None:
         return Report(bill, "unknown", [], {}, {})
     components = [

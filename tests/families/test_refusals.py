@@ -1,4 +1,4 @@
-"""What does not add up between components, metadata and tensors: refused from headers, with all one needs to act on it."""
+"""What does not add up between components, metadata and tensors: refused from headers, with all one needs to act."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import waybill
 from checkpoints import Recipe
 from waybill.errors import BadConfig, WaybillError
-from zoo import LAYOUTS, ZOO, Layout, pack, stored
+from zoo import LAYOUTS, ZOO, Layout, pack
 
 T5 = ZOO[0]
 BOTH = next(layout for layout in LAYOUTS if layout.title == "decoder 4, the other 8 bits")
@@ -20,7 +20,7 @@ EXACT = next(layout for layout in LAYOUTS if layout.title == "an exact exclusion
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return stored(T5.make(True), tmp_path_factory.mktemp("whole"))
+    return T5.make(True, tmp_path_factory.mktemp("whole"))
 
 
 def packed(whole: Recipe, layout: Layout = BOTH) -> Recipe:

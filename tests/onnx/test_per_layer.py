@@ -1,27 +1,26 @@
 """Decoders whose layers have inputs of their own: their logits, and the parts of them that stay float among 4 bits.
 
-The reference runs transformers' own layers. What is added to each is written here, in torch, from the formulas of
-transformers' Gemma 4 text model, and compared with that model too.
+The reference runs transformers' own layers; what is added to each is compared with transformers' Gemma 4 text model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
+from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, Gemma4TextModel
 
 import waybill
 from checkpoints import Array, Recipe, lively, llama, per_layer, qwen2, qwen3, qwen3_moe
 from packing import Scheme, Twins, pack
 from parity.tolerances import LOGITS_FLOAT16_ONNX, LOGITS_FLOAT32
+from per_layer import GATE, MODEL_PROJECTION, PROJECTION, Inputs, Model
 from sessions import Package
 from waybill.config import read_model_config
 from waybill.errors import Refused
@@ -30,64 +29,14 @@ from waybill.onnx.graphs.workbench import Workbench
 from waybill.onnx.options import Options
 
 PROMPTS = [[3, 17, 99, 4, 56], [8], [120, 7, 7, 31, 64, 2, 90, 11, 45]]
-GATE, PROJECTION = "per_layer_input_gate", "per_layer_projection"
-MODEL_PROJECTION = "model.per_layer_model_projection"
 Block = dict[str, Any]
-
-
-class Inputs:
-    """Per-layer inputs in torch, by a checkpoint's tensors under their own names."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        self.tensors, self.eps = tensors, config["rms_norm_eps"]
-        self.layers, self.size = config["num_hidden_layers"], config["hidden_size_per_layer_input"]
-
-    def linear(self, path: str, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.tensors[f"{path}.weight"].T
-
-    def norm(self, path: str, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.tensors[f"{path}.weight"]
-
-    def make(self, ids: torch.Tensor) -> torch.Tensor:
-        """What layers are given, [B, S, L, P]."""
-        embedded = self.tensors["model.embed_tokens.weight"][ids]
-        shape = (*ids.shape, self.layers, self.size)
-        projected = self.linear(MODEL_PROJECTION, embedded) * embedded.shape[-1] ** -0.5
-        normed = self.norm("model.per_layer_projection_norm", projected.reshape(shape))
-        looked_up = self.tensors["model.embed_tokens_per_layer.weight"][ids] * self.size**0.5
-        return (normed + looked_up.reshape(shape)) * 2**-0.5
-
-    def added(self, layer: int, h: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What a layer adds to its states, [B, S, H], for its own input, [B, S, P]."""
-        path = f"model.layers.{layer}"
-        gate = torch.nn.functional.silu(self.linear(f"{path}.{GATE}", h))
-        return self.norm(f"{path}.post_per_layer_input_norm", self.linear(f"{path}.{PROJECTION}", gate * own))
 
 
 @torch.inference_mode()
 def reference(recipe: Recipe) -> list[Array]:
-    """Logits of every position of each prompt, [S, vocabulary], by transformers' model with the block in its layers."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.config), dtype=torch.float32).eval()
-    tensors = {name: torch.from_numpy(tensor) for name, tensor in recipe.tensors.items()}
-    plain = {name: tensor for name, tensor in tensors.items() if "per_layer" not in name}
-    lacking, surplus = model.load_state_dict(plain, strict=False)
-    assert (set(lacking) <= {"lm_head.weight"}, surplus) == (True, [])
-    inputs = Inputs(tensors, recipe.config)
-    made: list[Array] = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        own = inputs.make(ids)
-
-        def block(layer: int, own: torch.Tensor, _module: Any, _args: Any, h: torch.Tensor) -> torch.Tensor:
-            return h + inputs.added(layer, h, own[:, :, layer])
-
-        hooks = [
-            layer.register_forward_hook(partial(block, number, own)) for number, layer in enumerate(model.model.layers)
-        ]
-        made.append(model(ids).logits[0].numpy())
-        for hook in hooks:
-            hook.remove()
-    return made
+    """Logits of every position of each prompt, [S, vocabulary]."""
+    model = Model(recipe)
+    return [model(input_ids=torch.tensor([prompt])).logits[0].numpy() for prompt in PROMPTS]
 
 
 def export(checkpoint: Path, folder: Path, **options: Any) -> Package:

@@ -12,7 +12,6 @@ from typing import Any
 
 from waybill.config.match import Matcher
 
-
 MODEL_WIDE = "the model-wide layout"
 """What decides where no rule does."""
 

@@ -29,5 +29,10 @@ def _refusals(config: Config, _specs: Sequence[ParameterSpec], _dtype: str) -> I
         )
 
 
+def runs(config: Config) -> bool:
+    """Whether the engine has a model for a config."""
+    return not list(_refusals(config, (), ""))
+
+
 TORCH = Target("torch", refusals=_refusals)
 """The PyTorch engine: q, k, v and gate, up merged; experts in banks."""
