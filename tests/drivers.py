@@ -32,7 +32,9 @@ class Driver:
         wanted = {given.name for given in session.get_inputs()}
         return dict(zip(names, session.run(names, {n: v for n, v in feeds.items() if n in wanted}), strict=True))
 
-    def steps(self, inputs: Mapping[str, Array], prompts: Array, count: int, first: str) -> tuple[Array, Array]:
+    def steps(
+        self, inputs: Mapping[str, Array], prompts: Array, count: int, first: str, never: int | None
+    ) -> tuple[Array, Array]:
         """Logits [count, B, V] and likeliest tokens [B, count]; prompts [B, S] are of one length."""
         given: dict[str, Array] = dict(self.run(first, inputs)) if first in self.sessions else {}
         mask = {"encoder_attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
@@ -50,6 +52,8 @@ class Driver:
             if "embedding" in self.sessions:
                 feeds |= self.run("embedding", feeds)
             out = self.run("decoder", feeds)
+            if never is not None:
+                out["logits"][..., never] = -1e9
             logits.append(out["logits"][:, -1])
             ids = logits[-1].argmax(-1)[:, None]
             made.append(ids)
@@ -62,14 +66,17 @@ class Driver:
         return np.stack(logits), np.concatenate(made, 1)
 
     def packed(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """By graph: every packed product's module, with its bits and block."""
+        """By graph: every packed product's module, with its bits and block; q, k and v made as one are three."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         for name, model in self.models.items():
             held = found.setdefault(name, {})
             for node in every_node(model.graph):
                 if node.op_type == "MatMulNBits":
                     number = {a.name: a.i for a in node.attribute}
-                    held[node.input[1].removesuffix(".codes")] = (number["bits"], number["block_size"])
+                    module = node.input[1].removesuffix(".codes")
+                    stem = module.removesuffix("qkv_proj")
+                    for each in [module] if stem == module else [f"{stem}{letter}_proj" for letter in "qkv"]:
+                        held[each] = (number["bits"], number["block_size"])
         return found
 
 

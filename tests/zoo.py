@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from checkpoints import Array, Recipe, lively, llama, per_layer
+from llavas import IMAGE, SIDE, make_llava
 from packing import Scheme, dequantize, metadata, quantize, sidecars
 from per_layer import Model
 
@@ -57,6 +58,8 @@ class Tiny:
     inputs: Mapping[str, torch.Tensor]
     grows: str = "input_ids"
     """What answers are appended to."""
+    never: int | None = None
+    """A token that stands for something else, and is not answered."""
     ties: tuple[bool, ...] = (True, False)
     runtime: Callable[[str], str] = lambda name: name
     """A stored module as a package names it."""
@@ -137,6 +140,44 @@ _WHISPER = Tiny(
 )
 
 
+def spoken(name: str) -> str:
+    """A name on transformers' disk as its running model has it."""
+    for disk, memory in (("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")):
+        if name.startswith(disk):
+            return memory + name.removeprefix(disk)
+    return f"model.{name}"
+
+
+def owner_among(*roots: tuple[str, str]) -> Callable[[str], str]:
+    """The component of the first root that begins a name."""
+    return lambda name: next(component for root, component in roots if name.startswith(root))
+
+
+PIXELS = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+_LLAVA = Tiny(
+    title="LLaVA: CLIP, Llama",
+    make=lambda tied, folder: saved(make_llava("clip", "llama", tied=tied), folder),
+    owner=owner_among(
+        ("vision_tower", "vision_encoder"),
+        ("multi_modal_projector", "vision_encoder"),
+        ("language_model.model.embed_tokens", "embedding"),
+        ("model.language_model.embed_tokens", "embedding"),
+        ("", "decoder"),
+    ),
+    linear=re.compile(
+        r"(language_model\.model|vision_tower\.encoder)\.layers\.[01]\..*(_proj|fc[12])|multi.*linear_[12]"
+    ),
+    first="vision_encoder",
+    module="language_model.model.layers.1.mlp.down_proj",
+    module_pattern=r"language_model\.model\.layers\.\d+\.mlp\.down_proj",
+    runtime=spoken,
+    never=IMAGE,
+    inputs={
+        "input_ids": torch.tensor([[5, *[IMAGE] * 4, 7, 9], [3, 8, *[IMAGE] * 4, 6]]),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "pixel_values": PIXELS,
+    },
+)
 LAYERED = Tiny(
     title="Llama with per-layer inputs",
     make=lambda tied, _: lively(per_layer(llama(np.float32, tie_word_embeddings=tied))),
@@ -151,6 +192,14 @@ LAYERED = Tiny(
 ZOO = (
     _T5,
     replace(_T5, title="T5, plain", make=lambda tied, folder: saved(t5("relu", tied), folder)),
+    _LLAVA,
+    replace(
+        _LLAVA,
+        title="LLaVA: SigLIP, Qwen2",
+        make=lambda tied, folder: saved(
+            make_llava("siglip", "qwen2", tied=tied, vision_feature_select_strategy="full"), folder
+        ),
+    ),
     _WHISPER,
     LAYERED,
 )
@@ -225,6 +274,8 @@ def reference(model: Callable[..., Any], tiny: Tiny) -> tuple[Array, Array]:
     for _ in range(STEPS):
         with torch.no_grad():
             last = model(**inputs).logits[:, -1]
+        if tiny.never is not None:
+            last[:, tiny.never] = -1e9
         logits.append(last)
         token = last.argmax(-1, keepdim=True)
         inputs[tiny.grows] = torch.cat([inputs[tiny.grows], token], 1)

@@ -75,7 +75,7 @@ def read_text(
         return None
     tie = {"text_config": inner.get("tie_word_embeddings"), "top level": raw.get("tie_word_embeddings")}
     said = {place: flag for place, flag in tie.items() if flag is not None}
-    if len(set(said.values())) > 1:
+    if len(set(map(repr, said.values()))) > 1:  # of any type: strangers wrote them
         notices.append(f"{where}: tie_word_embeddings is {said}; the head is taken to be tied")
     if any(flag is True for flag in said.values()):
         inner["tie_word_embeddings"] = True

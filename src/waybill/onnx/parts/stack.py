@@ -5,7 +5,7 @@ B requests, S positions, D hidden elements, E positions of the other sequence, N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -53,9 +53,8 @@ def run_stack(
     bias: ir.Value | None = None,
     lengths: Pair | None = None,
     across: Across | None = None,
-    layers: int | None = None,
 ) -> ir.Value:
-    """[B, S, D] -> [B, S, D], through the first `layers` layers, or all.
+    """[B, S, D] -> [B, S, D], through all layers.
 
     Args:
         matrices: makes the nodes that use parameters.
@@ -66,9 +65,13 @@ def run_stack(
         lengths: each request's last position I32 [B], and the longest length I32 [1]. With them attention is causal,
             over a cache that becomes inputs and outputs of the graph.
         across: what cross-attention attends to.
-        layers: how many layers are run.
     """
-    return _Stack(matrices, stack, bias, lengths, across).run(x, final_norm, stack.layers if layers is None else layers)
+    return _Stack(matrices, stack, bias, lengths, across).run(x, final_norm)[-1]
+
+
+def hidden_states(matrices: Matrices, stack: Stack, x: ir.Value) -> list[ir.Value]:
+    """[B, S, D] each, of layers that attend everywhere: x itself, and what each layer makes of it, before any norm."""
+    return _Stack(matrices, stack, None, None, None).run(x, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +82,32 @@ class _Stack:
     lengths: Pair | None
     across: Across | None
 
-    def run(self, x: ir.Value, final_norm: str | None, layers: int) -> ir.Value:
-        """A norm and the sum it is of are one operator, so each block is followed by the next one's norm."""
-        stack, graph = self.stack, self.matrices.graph
-        blocks: list[tuple[str, Callable[[ir.Value], ir.Value]]] = []
-        for number in range(layers):
-            path = stack.layer(number)
-            names = stack.names
-            attention = partial(self._attention, f"{path}.{names.attention}", number)
-            blocks.append((f"{path}.{names.attention_norm}", attention))
-            if names.cross is not None and self.across is not None:
-                blocks.append((f"{path}.{names.cross_norm}", partial(self._cross, f"{path}.{names.cross}", number)))
-            blocks.append((f"{path}.{names.feed_forward_norm}", partial(self._feed_forward, path)))
+    def run(self, x: ir.Value, final_norm: str | None) -> list[ir.Value]:
+        """What each layer is given, and what the last one makes, normed where that is asked for.
+
+        A norm and the sum it is of are one operator, so each block is followed by the next one's norm.
+        """
+        given: list[ir.Value] = []
         residual, y = x, None
-        for norm, block in blocks:
-            normed, residual = self._normed(norm, y, residual)
-            y = block(normed)
+        for number in range(self.stack.layers):
+            for at, (norm, block) in enumerate(self._blocks(number)):
+                normed, residual = self._normed(norm, y, residual)
+                if at == 0:
+                    given.append(residual)
+                y = block(normed)
         if y is None:
-            return x
+            return [x]
         if final_norm is None:
-            return graph.op(f"{stack.path}.out", "Add", y, residual)
-        return self._normed(final_norm, y, residual)[0]
+            return [*given, self.matrices.graph.op(f"{self.stack.path}.out", "Add", y, residual)]
+        return [*given, self._normed(final_norm, y, residual)[0]]
+
+    def _blocks(self, number: int) -> Iterator[tuple[str, Callable[[ir.Value], ir.Value]]]:
+        """The parts of one layer, each with the path of the norm before it."""
+        path, names = self.stack.layer(number), self.stack.names
+        yield f"{path}.{names.attention_norm}", partial(self._attention, f"{path}.{names.attention}", number)
+        if names.cross is not None and self.across is not None:
+            yield f"{path}.{names.cross_norm}", partial(self._cross, f"{path}.{names.cross}", number)
+        yield f"{path}.{names.feed_forward_norm}", partial(self._feed_forward, path)
 
     def _normed(self, path: str, y: ir.Value | None, residual: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The norm of y + residual, and the sum; before the first block there is no y."""
