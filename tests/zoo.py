@@ -18,6 +18,8 @@ import transformers
 from safetensors.numpy import load_file
 from transformers import (
     PreTrainedModel,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -178,6 +180,57 @@ _LLAVA = Tiny(
         "pixel_values": PIXELS,
     },
 )
+HUB_HEAD, HUB_TABLE = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+
+
+def qwen2_audio(tied: bool, folder: Path) -> Recipe:
+    """transformers never ties this head: a tied checkpoint is one that states it and leaves the head out."""
+    audio = {
+        "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 96, "num_mel_bins": 16, "max_source_positions": 11,
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=IMAGE)
+    recipe = saved(tiny(Qwen2AudioForConditionalGeneration(config)), folder)
+    if tied:
+        del recipe.tensors[HUB_HEAD]
+        recipe.config["text_config"]["tie_word_embeddings"] = True
+    return recipe
+
+
+def with_head(recipe: Recipe, folder: Path) -> Callable[..., Any]:
+    """transformers' model of a checkpoint whose head may be left out."""
+    table = recipe.tensors[HUB_TABLE]
+    return loaded(Recipe(recipe.config, {HUB_HEAD: table, **recipe.tensors}), folder)
+
+
+FRAMES = 18
+_QWEN2_AUDIO = Tiny(
+    title="Qwen2-Audio",
+    make=qwen2_audio,
+    load=with_head,
+    owner=owner_among(
+        ("audio_tower", "audio_encoder"),
+        ("multi_modal_projector", "audio_encoder"),
+        ("language_model.model.embed_tokens", "embedding"),
+        ("", "decoder"),
+    ),
+    linear=re.compile(r"(language_model\.model|audio_tower)\.layers\..*(_proj|fc[12])|multi.*\.linear"),
+    first="audio_encoder",
+    module="language_model.model.layers.1.mlp.down_proj",
+    module_pattern=r"language_model\.model\.layers\.\d+\.mlp\.down_proj",
+    runtime=spoken,
+    never=IMAGE,
+    inputs={
+        "input_ids": torch.tensor([[5, *[IMAGE] * 4, 7, 9], [3, 8, *[IMAGE] * 4, 6]]),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "input_features": torch.randn(2, 16, 22, generator=torch.Generator().manual_seed(4)),
+        "feature_attention_mask": (torch.arange(22) < FRAMES).long().expand(2, -1),
+    },
+)
 LAYERED = Tiny(
     title="Llama with per-layer inputs",
     make=lambda tied, _: lively(per_layer(llama(np.float32, tie_word_embeddings=tied))),
@@ -201,6 +254,7 @@ ZOO = (
         ),
     ),
     _WHISPER,
+    _QWEN2_AUDIO,
     LAYERED,
 )
 

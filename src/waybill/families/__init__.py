@@ -8,13 +8,14 @@ from typing import Any
 from waybill.config.architectures import FAMILY_OF
 from waybill.families.decoder import DECODER
 from waybill.families.llava import LLAVA
+from waybill.families.qwen2_audio import QWEN2_AUDIO
 from waybill.families.t5 import T5
 from waybill.families.whisper import WHISPER
 from waybill.plan.family import Family
 
 __all__ = ["FAMILIES", "family_of"]
 
-FAMILIES = {family.name: family for family in (DECODER, T5, WHISPER, LLAVA)}
+FAMILIES = {family.name: family for family in (DECODER, T5, LLAVA, WHISPER, QWEN2_AUDIO)}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
