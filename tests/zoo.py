@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from checkpoints import Array, Recipe, lively, llama, per_layer
 from llavas import IMAGE, SIDE, make_llava
 from packing import Scheme, dequantize, metadata, quantize, sidecars
 from per_layer import Model
+from waybill.onnx.runtime.model import Inputs
 
 STEPS = 6
 Tensors = Mapping[str, torch.Tensor]
@@ -74,6 +76,29 @@ def saved(model: PreTrainedModel, folder: Path) -> Recipe:
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     return Recipe(config, load_file(folder / "model.safetensors"))
+
+
+def request(tiny: Tiny) -> Inputs:
+    """What the library's runtime is asked, where a reference is asked `tiny.inputs`."""
+    given = {name: values.numpy() for name, values in tiny.inputs.items()}
+    media = [
+        {name: given[name][row : row + 1] for name in given if name not in ("input_ids", "attention_mask", tiny.grows)}
+        for row in range(2)
+    ]
+    if tiny.grows == "decoder_input_ids" and "input_ids" in given:
+        rows = zip(given["input_ids"], given["attention_mask"], strict=True)
+        return Inputs([row[mask == 1].tolist() for row, mask in rows])
+    if tiny.grows == "decoder_input_ids":
+        return Inputs(given[tiny.grows][:, 1:].tolist(), media)
+    prompts = [[token for token, _ in groupby_place(row.tolist(), tiny.never)] for row in given["input_ids"]]
+    return Inputs(prompts, media if tiny.never is not None else [])
+
+
+def groupby_place(tokens: list[int], place: int | None) -> Iterator[tuple[int, int]]:
+    """Tokens and how often each stands, where one place stands for a whole run of them."""
+    for token, run in groupby(tokens):
+        count = len(list(run))
+        yield from [(token, count)] if token == place else [(token, 1)] * count
 
 
 def tiny(model: PreTrainedModel) -> PreTrainedModel:

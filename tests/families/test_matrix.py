@@ -12,7 +12,9 @@ import pytest
 
 import waybill
 from drivers import Driver
-from zoo import LAYOUTS, STEPS, ZOO, Layout, Tiny, pack, reference
+from waybill.onnx.folder import read_package
+from waybill.onnx.runtime.model import open_model
+from zoo import LAYOUTS, STEPS, ZOO, Layout, Tiny, pack, reference, request
 
 CASES = [(tiny, layout, tied) for tiny in ZOO for layout in LAYOUTS for tied in tiny.ties]
 
@@ -37,6 +39,8 @@ def test_a_package_is_packed_as_asked_and_equals_transformers(
 
     assert np.abs(logits - expected).max() < 2e-4 * max(np.abs(expected).max(), 1)
     np.testing.assert_array_equal(made, tokens)
+    answer = open_model(read_package(tmp_path / "package")).generate(request(tiny), max_new_tokens=STEPS)
+    assert answer.token_ids == tokens.tolist()
     found = {module: form for modules in driver.packed().values() for module, form in modules.items()}
     assert found == {tiny.runtime(module): form for module, form in forms.items()}
     owners = {tiny.runtime(module): tiny.owner(module) for module in forms}

@@ -89,10 +89,12 @@ class OnnxDecoder:
         sampling: Sampling | None = None,
         on_token: Callable[[int, int], None] = lambda _request, _token: None,
         context: Context | None = None,
+        never: Sequence[int] = (),
     ) -> Generation:
         """Continue every prompt by up to `max_new_tokens`; `on_token(request, token)` hears of each as it is made.
 
-        `context` is what the graph is given besides: nothing, for a language model.
+        `context` is what the graph is given besides: nothing, for a language model. `never`: tokens that no answer
+        holds, besides those the package names.
 
         Raises:
             BadRequest: a prompt is empty, holds an unknown token, or would outgrow the model's positions.
@@ -102,7 +104,7 @@ class OnnxDecoder:
         check_request(prompts, max_new_tokens, vocab_size=package.vocab_size, max_position=package.context_length)
         longest = max(map(len, prompts)) + max_new_tokens
         length = min(math.ceil(longest / CACHE_STEP) * CACHE_STEP, package.context_length)
-        sampler = Sampler(sampling or Sampling(), package.suppressed, package.suppressed_first)
+        sampler = Sampler(sampling or Sampling(), [*package.suppressed, *never], package.suppressed_first)
         return collect(
             _steps(_Batch(self, prompts, length, context or Tokens()), sampler),
             requests=len(prompts),

@@ -147,7 +147,8 @@ class Multimodal:
         dtype = self.embedding.dtype_of(f"{self.kind}_features")
         every = np.concatenate([np.zeros((0, width), dtype), *features])
         context = _Embedded(self.embedding, f"{self.kind}_features", every)
-        return self.decoder.generate(prompts, context=context, **options)  # type: ignore[arg-type]
+        # No answer holds the token: there would be nothing to put in its place.
+        return self.decoder.generate(prompts, context=context, never=[self.token], **options)  # type: ignore[arg-type]
 
     def _expanded(self, prompts: Sequence[Sequence[int]], counts: list[int]) -> list[list[int]]:
         """As many of the token as the medium has features, in place of each."""
