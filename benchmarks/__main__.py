@@ -10,7 +10,7 @@ from datetime import date
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import decode, load, machine, onnx_decode, onnx_export, packed, startup
+from benchmarks import composite, decode, load, machine, onnx_decode, onnx_export, packed, startup
 from benchmarks.measure import Bystanders, Row, Runs
 
 README = Path(__file__).parent / "README.md"
@@ -25,6 +25,7 @@ SUITES: dict[str, tuple[Suite, int]] = {
     "packed": (packed.rows, 5),
     "startup": (lambda runs, _: startup.rows(runs), 5),
     "decode": (decode.rows, 3),
+    "composite": (lambda runs, _: composite.rows(runs), 3),
     "onnx": (lambda runs, _: chain(onnx_export.rows(runs), onnx_decode.rows(runs)), 3),
 }
 """Each suite, and how often it runs unless told."""

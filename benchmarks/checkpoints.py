@@ -93,37 +93,37 @@ ITEM = {"BF16": 2, "F16": 2, "I32": 4, "U8": 1}
 
 def dense() -> Path:
     """Qwen3-0.6B's shapes in one file of 1.5 GB: tied, and the head stored again with equal bytes, as published."""
-    return _made("qwen3-0.6b-shaped", lambda folder: _write(folder, DENSE, {"lm_head.weight": _table(DENSE)}))
+    return made("qwen3-0.6b-shaped", lambda folder: _write(folder, DENSE, {"lm_head.weight": _table(DENSE)}))
 
 
 def moe() -> Path:
     """64 experts a layer, every expert's three matrices stored as tensors of 1 MB."""
-    return _made("qwen3-moe-shaped", lambda folder: _write(folder, MOE, {}))
+    return made("qwen3-moe-shaped", lambda folder: _write(folder, MOE, {}))
 
 
 def large() -> Path:
     """Qwen3-235B-A22B's headers, 36,945 tensors in 118 files that have their full length and no blocks on disk."""
-    return _made("qwen3-235b-shaped", _write_large)
+    return made("qwen3-235b-shaped", _write_large)
 
 
 def packed_wide(method: str) -> Path:
     """20 of Qwen3-1.7B's layers in 4 bits as gptq, awq or olive lays them out: 0.56 GB."""
-    return _made(f"qwen3-1.7b-{method}", lambda folder: _write_packed(folder, WIDE, method))
+    return made(f"qwen3-1.7b-{method}", lambda folder: _write_packed(folder, WIDE, method))
 
 
 def packed_dense() -> Path:
     """Qwen3-0.6B's shapes as GPTQ writes them, the table in bfloat16: 0.54 GB."""
-    return _made("qwen3-0.6b-gptq", lambda folder: _write_packed(folder, DENSE, "gptq"))
+    return made("qwen3-0.6b-gptq", lambda folder: _write_packed(folder, DENSE, "gptq"))
 
 
 def packed_smol(source: Path) -> Path:
     """The demo model with its projections rounded to 4 bits as Olive lays them out, everything else bfloat16."""
-    return _made("smollm2-olive", lambda folder: _write_smol(folder, source))
+    return made("smollm2-olive", lambda folder: _write_smol(folder, source))
 
 
 def gptq_smol(source: Path, bits: int) -> Path:
     """The demo model with its projections rounded to 4 or 8 bits as GPTQ lays them out, everything else float16."""
-    return _made(f"smollm2-gptq{bits}", lambda folder: _write_gptq_smol(folder, source, bits))
+    return made(f"smollm2-gptq{bits}", lambda folder: _write_gptq_smol(folder, source, bits))
 
 
 def weights(folder: Path) -> Path:
@@ -138,7 +138,8 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "waybill" / "bench"
 
 
-def _made(name: str, write: Callable[[Path], None]) -> Path:
+def made(name: str, write: Callable[[Path], None]) -> Path:
+    """The folder of that name, written if it is not there."""
     folder = home() / name
     if not folder.is_dir():
         staging = folder.with_name(f"{name}.{os.getpid()}.tmp")
@@ -175,13 +176,14 @@ def _shapes(config: dict[str, Any]) -> Shapes:
         if experts := config.get("num_experts"):
             shapes[f"{path}.mlp.gate.weight"] = (experts, hidden)
             for expert in range(experts):
-                shapes |= _mlp(f"{path}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+                shapes |= mlp(f"{path}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
         else:
-            shapes |= _mlp(f"{path}.mlp", hidden, config["intermediate_size"])
+            shapes |= mlp(f"{path}.mlp", hidden, config["intermediate_size"])
     return shapes
 
 
-def _mlp(path: str, hidden: int, inner: int) -> Shapes:
+def mlp(path: str, hidden: int, inner: int) -> Shapes:
+    """The matrices of a gated feed-forward network."""
     return {
         f"{path}.gate_proj.weight": (inner, hidden),
         f"{path}.up_proj.weight": (inner, hidden),
@@ -203,10 +205,11 @@ def _header(entries: Mapping[str, Entry]) -> tuple[bytes, int]:
 
 
 def _write(folder: Path, config: dict[str, Any], extra: Shapes) -> None:
-    _write_entries(folder, config, _floats(_shapes(config) | extra, dict.fromkeys(extra, "model.embed_tokens.weight")))
+    write_entries(folder, config, _floats(_shapes(config) | extra, dict.fromkeys(extra, "model.embed_tokens.weight")))
 
 
-def _write_entries(folder: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+def write_entries(folder: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    """A checkpoint of one file."""
     with weights(folder).open("wb") as file:
         file.write(_header(entries)[0])
         for name in sorted(entries):
@@ -245,7 +248,7 @@ def _write_packed(folder: Path, config: dict[str, Any], method: str) -> None:
     entries = _floats(floats, {})
     for name in shapes.keys() - floats.keys():
         entries |= _sidecars(name.removesuffix(".weight"), *shapes[name], method)
-    _write_entries(folder, config | {"quantization_config": QUANTIZATION[method]}, entries)
+    write_entries(folder, config | {"quantization_config": QUANTIZATION[method]}, entries)
 
 
 def _sidecars(path: str, outputs: int, inputs: int, method: str) -> dict[str, Entry]:
@@ -260,33 +263,40 @@ def _sidecars(path: str, outputs: int, inputs: int, method: str) -> dict[str, En
     def octets(role: str, *shape: int) -> Entry:
         return Entry("U8", shape, partial(_random, f"{path}.{role}", math.prod(shape), np.uint8))
 
-    def scales(*shape: int) -> Entry:
-        return Entry("F16", shape, partial(_scales, f"{path}.scales", math.prod(shape)))
+    def halves(*shape: int) -> Entry:
+        return Entry("F16", shape, partial(scales, f"{path}.scales", math.prod(shape)))
 
     if method == "gptq":
         made = {
             "qweight": words("qweight", inputs // 8, outputs),
             # Eight midpoints, each less one: what version 1 stores.
             "qzeros": Entry("I32", (groups, outputs // 8), lambda: iter([np.full(groups * outputs // 2, 0x77, "u1")])),
-            "scales": scales(groups, outputs),
+            "scales": halves(groups, outputs),
             "g_idx": Entry("I32", (inputs,), lambda: iter([np.arange(inputs, dtype=np.int32) // GROUP])),
         }
     elif method == "awq":
         made = {
             "qweight": words("qweight", inputs, outputs // 8),
             "qzeros": words("qzeros", groups, outputs // 8),
-            "scales": scales(groups, outputs),
+            "scales": halves(groups, outputs),
         }
     else:
         made = {
             "qweight": octets("qweight", outputs, inputs // 2),
             "qzeros": octets("qzeros", outputs, groups // 2),
-            "scales": scales(outputs, groups),
+            "scales": halves(outputs, groups),
         }
     return {f"{path}.{role}": entry for role, entry in made.items()}
 
 
-def _scales(name: str, count: int) -> Iterator[Any]:
+def octets(name: str, count: int) -> Iterator[Any]:
+    """Random bytes."""
+    import numpy as np
+
+    return _random(name, count, np.uint8)
+
+
+def scales(name: str, count: int) -> Iterator[Any]:
     """Random float16 between 2⁻⁸ and 2⁻⁷."""
     import numpy as np
 
@@ -349,7 +359,7 @@ def _write_rounded(
             else:
                 add(name, tag, values.astype(kind))
     config = json.loads((source / "config.json").read_text("utf-8"))
-    _write_entries(folder, config | {"torch_dtype": dtype, "quantization_config": packing}, entries)
+    write_entries(folder, config | {"torch_dtype": dtype, "quantization_config": packing}, entries)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / name, folder / name)
 

@@ -16,7 +16,7 @@ from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec
 
-FORMAT = 1
+FORMAT = 2
 TABLE = {"role": "table", "sources": [], "operations": ["computed from the config"]}
 
 
@@ -51,13 +51,13 @@ def component_bill(
     names = [name for name in layout.places if name in bindings or name in graph.tables]
     return {
         "file": component.file,
-        "sha256": graph_digest,
+        "blake3": graph_digest,
         "initializers": {
             name: {
                 "file": layout.places[name].file,
                 "offset": layout.places[name].offset,
                 "bytes": layout.places[name].nbytes,
-                "sha256": digests[name],
+                "blake3": digests[name],
                 **_form(graph, name),
                 **(_origin(bindings[name], component.specs) if name in bindings else TABLE),
             }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
 from waybill.plan import Binding
@@ -90,7 +91,7 @@ def write_data(
     reader: RangeReader,
     progress: Callable[[int], None],
 ) -> dict[str, str]:
-    """Fill the data file, look at what is only checked, and return the SHA-256 of every initializer as it lies there.
+    """Fill the data file, look at what is only checked, and return the BLAKE3 of every initializer as it lies there.
 
     Host peak: CHUNK bytes and what decoding them takes, a thread; and the scales of one weight.
 
@@ -165,7 +166,7 @@ class _Writer:
         octets = memoryview(values.reshape(-1).view("u1"))  # type: ignore[arg-type]
         _write(self.descriptor, octets, self.layout.places[name].offset)
         self.progress(len(octets))
-        return hashlib.sha256(octets).hexdigest()
+        return blake3(octets).hexdigest()
 
     def binding(self, name: str, binding: Binding) -> str:
         """One initializer: linked, copied inside the kernel, or made piece by piece."""
@@ -174,7 +175,7 @@ class _Writer:
         linked = name in self.layout.linked
         if not whole and (linked or (binding.is_direct and self._copied(binding, place))):
             return digest(self.folder / place.file, place, self.progress)
-        made_of = hashlib.sha256()
+        made_of = blake3()
         parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
         for at, part in parts:
             made = fill(binding, part, self.reader, self.scratch)
@@ -200,8 +201,8 @@ class _Writer:
 
 
 def digest(path: Path, place: Place, progress: Callable[[int], None]) -> str:
-    """SHA-256 of an initializer as it lies, a chunk at a time; of fewer bytes than promised where the file ends."""
-    made = hashlib.sha256()
+    """BLAKE3 of an initializer as it lies, a chunk at a time; of fewer bytes than promised where the file ends."""
+    made = blake3()
     scratch = memoryview(bytearray(min(CHUNK, place.nbytes)))
     done = 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

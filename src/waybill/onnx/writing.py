@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
 from waybill.errors import CannotLink
@@ -77,7 +77,7 @@ def _write_graph(component: Component, layout: Layout, digests: Mapping[str, str
     """One component's graph file, and its part of the bill."""
     octets = _serialized(component, layout, staging)
     (staging / component.file).write_bytes(octets)
-    return component_bill(component, layout, hashlib.sha256(octets).hexdigest(), digests)
+    return component_bill(component, layout, blake3(octets).hexdigest(), digests)
 
 
 def _serialized(component: Component, layout: Layout, folder: Path) -> bytes:

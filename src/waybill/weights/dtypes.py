@@ -40,9 +40,13 @@ def cast(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def cast_into(values: Array, target: Array) -> Array:
-    """`cast` to the target's dtype, placed there. Returns the values that were placed."""
+    """`cast` to the target's dtype, placed there. Returns what was placed, or `values` where nothing can be lost."""
     if values.dtype == NUMPY_DTYPES["BF16"] and target.dtype == NUMPY_DTYPES["F32"]:
-        return _widened(values, target)
+        _widened(values, target)
+        return values
+    if (values.dtype.name, target.dtype.name) == ("float16", "float32"):
+        target[...] = values
+        return values
     target[...] = made = cast(values, target.dtype)
     return made
 

@@ -15,7 +15,7 @@ from waybill.plan.bill import THREADS
 
 
 def check_digests(root: Path, entries: Sequence[Entry], progress: Callable[[int], None]) -> list[WaybillError]:
-    """Every entry whose bytes have another SHA-256 than it states. Host peak: one chunk a thread."""
+    """Every entry whose bytes have another BLAKE3 than it states. Host peak: one chunk a thread."""
     places = sorted({Place(entry.file, entry.offset, entry.nbytes) for entry in entries})
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-digest") as pool:
         digests = dict(zip(places, pool.map(lambda place: _digest(root, place, progress), places), strict=True))
@@ -27,11 +27,11 @@ def _differences(entries: Sequence[Entry], digests: dict[Place, str | BadPackage
         found = digests[Place(entry.file, entry.offset, entry.nbytes)]
         if isinstance(found, BadPackage):
             yield found
-        elif found != entry.sha256:
+        elif found != entry.digest:
             yield mismatch(
                 "the bytes of an initializer are not those that were exported",
                 entry,
-                f"SHA-256 {entry.sha256}",
+                f"BLAKE3 {entry.digest}",
                 found,
                 "copy the file again, or export the package again",
             )

@@ -14,7 +14,7 @@ from waybill.checkpoint.jsonfile import parse_object
 from waybill.errors import BadPackage
 from waybill.onnx.publish import MARKER
 
-FORMATS = (1,)
+FORMATS = (2,)
 MAX_BILL_BYTES = 256 << 20
 """Room for every expert of the largest models to be named several times."""
 DTYPES = ("F32", "F16", "BF16", "U8")
@@ -33,7 +33,7 @@ class Entry:
     file: str
     offset: int
     nbytes: int
-    sha256: str
+    digest: str
     dtype: str
     shape: tuple[int, ...]
     role: str
@@ -68,7 +68,7 @@ class ComponentEntries:
     """One graph and everything it refers to."""
 
     file: str
-    sha256: str
+    digest: str
     initializers: Mapping[str, Entry]
     checked: tuple[Check, ...]
 
@@ -149,7 +149,7 @@ class _Node(NamedTuple):
 
     def digest(self) -> str:
         if not re.fullmatch("[0-9a-f]{64}", self.text()):
-            raise self._broken("a SHA-256 in hexadecimal", self.text()[:80])
+            raise self._broken("a BLAKE3 digest in hexadecimal", self.text()[:80])
         return self.text()
 
     def file(self) -> str:
@@ -245,7 +245,7 @@ def _component(node: _Node) -> ComponentEntries:
         )
     checked = node.find("checked")
     checks = tuple(_check(item) for item in checked.items()) if checked else ()
-    return ComponentEntries(file, node.get("sha256").digest(), entries, checks)
+    return ComponentEntries(file, node.get("blake3").digest(), entries, checks)
 
 
 def _entry(name: str, node: _Node) -> Entry:
@@ -259,7 +259,7 @@ def _entry(name: str, node: _Node) -> Entry:
         file=node.get("file").file(),
         offset=node.get("offset").size(),
         nbytes=node.get("bytes").size(),
-        sha256=node.get("sha256").digest(),
+        digest=node.get("blake3").digest(),
         dtype=node.get("dtype").text(*DTYPES),
         shape=shape,
         role=role,

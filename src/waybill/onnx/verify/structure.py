@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from blake3 import blake3
 
 from waybill.errors import BadPackage, PackageMismatch, WaybillError
 from waybill.onnx.gate import ROWS
@@ -95,13 +95,13 @@ def _graph(root: Path, component: ComponentEntries, problems: list[WaybillError]
         raise BadPackage(
             "the graph cannot be read", where=str(path), expected="an ONNX model", found=str(error)[:200], fix=AGAIN
         ) from error
-    digest = hashlib.sha256(octets).hexdigest()
-    if digest != component.sha256:
+    digest = blake3(octets).hexdigest()
+    if digest != component.digest:
         problems.append(
             PackageMismatch(
                 "the graph is not the one that was exported",
                 where=component.file,
-                expected=f"SHA-256 {component.sha256}",
+                expected=f"BLAKE3 {component.digest}",
                 found=digest,
                 fix=AGAIN,
             )
