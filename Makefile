@@ -8,7 +8,7 @@ define say
 	@echo; echo "$$ waybill $(1)"; $(BIN)/waybill $(1)
 endef
 
-.PHONY: demo demo-engine test bench
+.PHONY: demo demo-engine test families bench
 
 # Checkpoint to package to text, without torch.
 demo: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
@@ -30,6 +30,10 @@ demo-engine: .venv/engine
 test: .venv/test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# README's table of families, from the tests that pass.
+families: .venv/test
+	WAYBILL_WRITE_README=1 $(BIN)/pytest tests/families/test_matrix.py -k equals_transformers
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks

@@ -163,7 +163,7 @@ def build(
     """
     from waybill.onnx import require
 
-    require("onnx_ir")
+    require("onnx_ir", "blake3")
     from waybill.onnx.component import build_components
     from waybill.onnx.options import Options
     from waybill.onnx.package import ModelPackage
@@ -199,7 +199,7 @@ def verify(
     """
     from waybill.onnx import require
 
-    require("onnxruntime", "onnx_ir")
+    require("onnxruntime", "onnx_ir", "blake3")
     from waybill.onnx.verify.report import verify_package
 
     if isinstance(checkpoint, (str, Path)):

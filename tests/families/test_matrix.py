@@ -1,6 +1,6 @@
 """Families × layouts: packages built, opened, run, and equal to transformers on the same weights.
 
-README's table of families is written from the tests here that passed: `make table`.
+README's table of families is written from the tests here that passed: `make families`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 
 import waybill
 from drivers import Driver
+from families.conftest import BEGIN, END, README
 from waybill.onnx.folder import read_package
 from waybill.onnx.runtime.model import open_model
 from zoo import LAYOUTS, STEPS, ZOO, Layout, Tiny, pack, reference, request
@@ -29,6 +30,8 @@ def test_a_package_is_packed_as_asked_and_equals_transformers(
     case: tuple[Tiny, Layout, bool], tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     tiny, layout, tied = case
+    record_property("family", tiny.title)
+    record_property("layout", layout.title)
     packed, dense, forms = pack(tiny, tiny.make(tied, tmp_path / "whole"), layout)
     expected, tokens = reference(tiny.load(dense, tmp_path / "dense"), tiny)
     built = waybill.build(packed.write(tmp_path / "packed"), exact=True)
@@ -46,5 +49,10 @@ def test_a_package_is_packed_as_asked_and_equals_transformers(
     owners = {tiny.runtime(module): tiny.owner(module) for module in forms}
     assert all(owners[module] == graph for graph, modules in driver.packed().items() for module in modules)
     assert waybill.verify(tmp_path / "package", tmp_path / "packed").problems == []
-    record_property("family", tiny.title)
-    record_property("layout", layout.title)
+
+
+def test_the_table_in_the_readme_is_of_these_tests() -> None:
+    table = README.read_text("utf-8").split(BEGIN)[1].split(END)[0]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines())
+    assert head[1:] == [layout.title for layout in LAYOUTS]
+    assert rows == [[tiny.title, *["✓"] * len(LAYOUTS)] for tiny in ZOO]

@@ -19,7 +19,7 @@ def require(*modules: str) -> Any:
     except ImportError as error:
         raise MissingRuntime(
             "ONNX Runtime is not installed",
-            expected="the packages onnxruntime and onnx-ir",
+            expected="the packages onnxruntime, onnx-ir and blake3",
             found=str(error),
             fix="pip install 'waybill[onnx]'",
         ) from None
