@@ -54,7 +54,8 @@ class ComponentSize(NamedTuple):
 
     def line(self, size: Size) -> str:
         """For people."""
-        return f"{self.tensors} tensors, {size(self.nbytes)}, {self.layout or 'float'}"
+        plural = "" if self.tensors == 1 else "s"
+        return f"{self.tensors} tensor{plural}, {size(self.nbytes)}, {self.layout or 'float'}"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -104,6 +105,7 @@ class Report:
             report |= _sizes(config.text, self.bill) if config.text else {}
         report["components"] = [component.as_dict() for component in self.components]
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
+        report["names"] = [{**spelling._asdict(), "tensors": n} for spelling, n in self.spellings.items()]
         report["problems"] = [problem.as_dict() for problem in self.bill.problems]
         report["notices"] = list(self.bill.notices)
         return report
@@ -138,8 +140,8 @@ class Report:
             width = max(len(component.name) for component in self.components)
             for at, component in enumerate(self.components):
                 yield "" if at else "components", f"{component.name:<{width}}  {component.line(size)}"
-        for spelling, count in self.spellings.items():
-            yield "names", f"{count} tensors say {spelling}"
+        for at, (spelling, count) in enumerate(self.spellings.items()):
+            yield "" if at else "names", f"{spelling}, {count} time{'' if count == 1 else 's'}"
         if text:
             per_token = text.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
             yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"

@@ -49,7 +49,7 @@ def test_the_answer_is_one_json_document(checkpoint: Path, package: Path, monkey
     assert done["summary"] == "consumed 21 of 21 tensors (100.0% of bytes), 0 unbound"
     assert done["seconds"] >= done["flush_seconds"] >= 0
     assert done["notices"] == []
-    assert len(done) == 8
+    assert len(done) == 10
 
 
 def test_text_says_what_was_written_and_where(

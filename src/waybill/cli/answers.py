@@ -30,32 +30,19 @@ class Request:
     as_json: bool
 
 
-def encode(
-    folder: Path, request: Request, place: int | None = None, files: Sequence[Path] = ()
-) -> tuple[Tokenizer, list[list[int]]]:
-    """The prompts as tokens, through the chat template if asked.
-
-    `place` is the token that stands for one of `files`. A prompt that does not say where its file goes has it first.
-    """
-    from waybill.text.chat import render_chat
+def encode(folder: Path, request: Request) -> tuple[Tokenizer, list[list[int]]]:
+    """The prompts as tokens, through the chat template if asked."""
+    from waybill.text.chat import render_prompt
     from waybill.text.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(folder)
-    texts = list(request.prompts)
-    mark = tokenizer.id_to_token(place) if place is not None and files else None
-    if request.chat:
-        kind = "audio" if mark and "audio" in mark.lower() else "image"
-        parts = [{"type": kind}] if mark and len(files) == len(texts) else []
-        texts = [
-            render_chat(
-                folder, [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
-            )
-            for text in texts
-        ]
-    elif mark and len(files) == len(texts):
-        texts = [text if mark in text else f"{mark}\n{text}" for text in texts]
-    # A rendered template already holds its special tokens.
-    return tokenizer, [list(tokenizer.encode(text, add_special_tokens=not request.chat).ids) for text in texts]
+    texts = [render_prompt(folder, text) for text in request.prompts] if request.chat else request.prompts
+    return tokenizer, to_tokens(tokenizer, texts, complete=request.chat)
+
+
+def to_tokens(tokenizer: Tokenizer, texts: Sequence[str], *, complete: bool) -> list[list[int]]:
+    """Texts as tokens; what is complete, as a rendered template is, holds its special tokens already."""
+    return [list(tokenizer.encode(text, add_special_tokens=not complete).ids) for text in texts]
 
 
 def answer(
@@ -64,8 +51,12 @@ def answer(
     encoded: Sequence[Sequence[int]],
     load_seconds: float,
     run: Callable[[OnToken], Generation],
+    labels: Sequence[str] = (),
 ) -> None:
-    """Run, and show the outcome: one prompt streams, several are shown at the end, JSON is one document."""
+    """Run, and show the outcome: one prompt streams, several are shown at the end, JSON is one document.
+
+    `labels` stand above the texts of requests that have no prompt.
+    """
     gc.freeze()
     gc.enable()  # generating may go on for long; what was loaded is looked through no more
     printer = _Printer(tokenizer) if not request.as_json and len(encoded) == 1 else None
@@ -73,7 +64,8 @@ def answer(
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
     if printer:
         print(texts[0][printer.written :])  # what was held back for a character that never became whole
-    _report(request, encoded, texts, result, load_seconds)
+    lengths = result.prompt_tokens or tuple(map(len, encoded))
+    _report(request, labels or request.prompts, lengths, texts, result, load_seconds)
 
 
 def _quiet(_request: int, _token: int) -> None:
@@ -98,7 +90,8 @@ class _Printer:
 
 def _report(
     request: Request,
-    encoded: Sequence[Sequence[int]],
+    labels: Sequence[str],
+    lengths: Sequence[int],
     texts: list[str],
     result: Generation,
     load_seconds: float,
@@ -106,14 +99,15 @@ def _report(
     tokens = len(texts) * result.decode_steps
     timings = {
         "load_seconds": round(load_seconds, 4),
+        **({"encode_seconds": round(result.encode_seconds, 4)} if result.encode_seconds else {}),
         "prefill_seconds": round(result.prefill_seconds, 4),
-        "prefill_tokens_per_second": round(sum(map(len, encoded)) / max(result.prefill_seconds, 1e-9), 1),
+        "prefill_tokens_per_second": round(sum(lengths) / max(result.prefill_seconds, 1e-9), 1),
         "decode_seconds": round(result.decode_seconds, 4),
         "decode_tokens_per_second": round(tokens / result.decode_seconds, 1) if result.decode_seconds else None,
     }
     outputs = [
-        {"text": text, "token_ids": ids, "prompt_tokens": len(prompt)}
-        for text, ids, prompt in zip(texts, result.token_ids, encoded, strict=True)
+        {"text": text, "token_ids": ids, "prompt_tokens": length}
+        for text, ids, length in zip(texts, result.token_ids, lengths, strict=True)
     ]
     if request.as_json:
         write_json(
@@ -121,12 +115,12 @@ def _report(
         )
         return
     if len(outputs) > 1:
-        names = request.prompts or [f"recording {number}" for number in range(1, len(texts) + 1)]
-        for prompt, text in zip(names, texts, strict=True):
-            print(f"── {prompt}\n{text}\n")
+        for label, text in zip(labels, texts, strict=True):
+            print(f"── {label}\n{text}\n")
     speed = timings["decode_tokens_per_second"]
+    encoded = f"encode in {result.encode_seconds:.2f} s, " if result.encode_seconds else ""
     print(
-        f"prefill {sum(map(len, encoded))} tokens in {timings['prefill_seconds']:.2f} s"
+        f"{encoded}prefill {sum(lengths)} tokens in {timings['prefill_seconds']:.2f} s"
         + (f", decode {speed} tokens/s" if speed else ""),
         file=sys.stderr,
     )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from waybill.cli.progress import Progress
-from waybill.cli.render import size, write_json, write_problems
+from waybill.cli.render import size, write_json, write_problems, write_table
 from waybill.errors import printable
 
 
@@ -50,6 +50,8 @@ def export(
             {
                 "package": str(receipt.folder),
                 "components": list(package),
+                "component_bytes": {name: component.nbytes for name, component in package.items()},
+                "shared_bytes": package.shared_bytes,
                 "data_bytes": receipt.data_bytes,
                 "linked_bytes": receipt.linked_bytes,
                 "seconds": round(receipt.seconds, 3),
@@ -62,5 +64,9 @@ def export(
     write_problems((), notices[len(package.notices) :])
     linked = f" and {size(receipt.linked_bytes)} linked" if receipt.linked_bytes else ""
     print(f"wrote {printable(str(receipt.folder))}: {size(receipt.data_bytes)} of weights{linked}")
+    if len(package) > 1:
+        write_table((name, size(component.nbytes)) for name, component in package.items())
+    if package.shared_bytes:
+        print(f"{size(package.shared_bytes)} used by several components, stored once")
     flush = f", {receipt.flush_seconds:.2f} s of it to flush" if receipt.flush_seconds >= 0.01 else ""
     print(f"{receipt.summary}; {receipt.seconds:.2f} s{flush}", file=sys.stderr)

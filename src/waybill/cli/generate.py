@@ -13,7 +13,7 @@ import typer
 from waybill.cli.answers import Request, answer, encode
 from waybill.cli.package import Media, refuse_choices_of_the_export, run_package
 from waybill.cli.progress import Progress
-from waybill.cli.render import write_problems
+from waybill.cli.render import count, write_problems
 from waybill.errors import BadOption, BadRequest
 from waybill.text.request import Sampling, check_request
 
@@ -33,10 +33,10 @@ def generate(
         Path | None, typer.Option(help="A file with one prompt a line, run as one batch.", dir_okay=False)
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="A picture, for a package that sees; repeat in the order of the prompts.")
+        list[Path] | None, typer.Option(help="A picture, for a package that sees; repeat in the order of places.")
     ] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option(help="A recording, for a package that hears; repeat for a batch.")
+        list[Path] | None, typer.Option(help="A recording, for a package that hears; repeat in the order of places.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="New tokens at most.", min=0)] = 128,
     chat: Annotated[
@@ -78,7 +78,7 @@ def generate(
         raise BadOption(
             "the engine reads text alone",
             expected="a package that was exported",
-            found=f"{len(media.image)} pictures and {len(media.audio)} recordings for a checkpoint",
+            found=f"{count(len(media.image) + len(media.audio), 'file')} for a checkpoint",
             fix="export the checkpoint with waybill export, and generate from the package",
         )
     else:

@@ -8,14 +8,22 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from waybill.cli.answers import Request, answer, encode
-from waybill.errors import BadOption
+from waybill.cli.answers import Request, answer, encode, to_tokens
+from waybill.cli.places import NAMES, read_place
+from waybill.cli.render import count
+from waybill.errors import BadOption, BadRequest
 from waybill.text.request import check_request
 
 if TYPE_CHECKING:
-    from waybill.onnx.runtime.model import Feeds, Model
+    from tokenizers import Tokenizer
+
+    from waybill.onnx.folder import Package
+    from waybill.onnx.runtime.model import Feeds
+
+MASK = "feature_attention_mask"
+"""Which frames lie over sound; some graphs take it."""
 
 
 class Media(NamedTuple):
@@ -47,51 +55,97 @@ def refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: b
 
 
 def run_package(folder: Path, request: Request, media: Media) -> None:
-    """Answer from a package: onnxruntime does it all."""
+    """Answer from a package: onnxruntime does it all. What is wrong with prompts and files is found before it starts.
+
+    Raises:
+        BadOption, BadRequest: the package cannot be asked that.
+        BadPackage: it is broken, or not of the files that were exported.
+    """
     from waybill.onnx.folder import read_package
     from waybill.onnx.runtime.model import Inputs, open_model
 
     package = read_package(folder)
-    kinds = [
-        f"{len(files)} {kind} files" for kind, files in media._asdict().items() if files and not _takes(package, kind)
-    ]
-    if kinds:
-        raise BadOption(
-            "the package cannot be given that",
-            expected="files for a graph that it has",
-            found=f"{', '.join(kinds)}, for a package of {', '.join([*package.parts, 'decoder'])}",
-            fix="leave them out, or use the package of a model that takes them",
-        )
-    place = next((name for name in package.tokens if name in ("image_token_id", "audio_token_id")), None)
-    tokenizer, encoded = encode(folder, request, package.tokens[place] if place else None, [*media.image, *media.audio])
+    _check(package, request, media)
+    tokenizer, encoded = _encode(folder, package, request, media)
     if not package.parts:
         check_request(
             encoded, request.max_new_tokens, vocab_size=package.vocab_size, max_position=package.context_length
         )
+    feeds = _feeds(folder, media)
     start = time.perf_counter()
     model = open_model(package)
     seconds = time.perf_counter() - start
-    print(f"{model.decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
-    inputs = Inputs(encoded, _feeds(folder, model, media))
+    before = "".join(f"{graph.name}, " for graph in package.parts.values())
+    print(f"{before}{model.decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
+    heard = [{name: v for name, v in feed.items() if name != MASK or name in model.hears} for feed in feeds]
     generated = partial(
         model.generate,
-        inputs,
+        Inputs(encoded, heard),
         max_new_tokens=request.max_new_tokens,
         stop_ids=package.stop_ids,
         sampling=request.sampling,
     )
-    if not encoded:
-        encoded = [[] for _ in media.audio]
-    answer(request, tokenizer, encoded, seconds, lambda on_token: generated(on_token=on_token))
+    labels = () if encoded else [path.name for path in media.audio]
+    answer(
+        request,
+        tokenizer,
+        encoded or [[]] * len(labels),
+        seconds,
+        lambda on_token: generated(on_token=on_token),
+        labels,
+    )
 
 
-def _takes(package: Any, kind: str) -> bool:
-    """Whether a package has a graph for pictures, or for sound."""
-    section = {"image": "vision", "audio": "speech"}[kind]
-    return section in package.parts or (kind == "audio" and "encoder" in package.parts)
+def _check(package: Package, request: Request, media: Media) -> None:
+    """Refuse files that no graph takes, and requests without what is answered."""
+    files = {kind: paths for kind, paths in media._asdict().items() if paths}
+    if strange := [count(len(paths), NAMES[kind]) for kind, paths in files.items() if kind not in package.files]:
+        raise BadOption(
+            "the package cannot be given that",
+            expected=" and ".join(["text", *(f"{NAMES[kind]}s" for kind in sorted(package.files))]),
+            found=", ".join(strange),
+            fix="leave them out, or use the package of a model that takes them",
+        )
+    if not package.transcribes and not request.prompts:
+        raise BadOption(
+            "a recording alone is no prompt for this package",
+            expected="at least one prompt",
+            found="none",
+            fix="give --prompt, and say what is to be done with the recording",
+        )
+    if package.transcribes and (not media.audio or len(request.prompts) not in (0, len(media.audio))):
+        raise BadRequest(
+            "the prompts and the files do not fit together",
+            expected="a recording for each prompt, or recordings alone",
+            found=f"{count(len(request.prompts), 'prompt')}, {count(len(media.audio), 'recording')}",
+            fix="give --audio once for each prompt; a prompt is what the text of its recording begins with",
+        )
 
 
-def _feeds(folder: Path, model: Model, media: Media) -> list[Feeds]:
+def _encode(folder: Path, package: Package, request: Request, media: Media) -> tuple[Tokenizer, list[list[int]]]:
+    """The prompts as tokens, with a place for every file."""
+    from waybill.text.chat import render_prompt
+    from waybill.text.tokenizer import read_tokenizer
+
+    kind = next((kind for kind in NAMES if f"{kind}_token_id" in package.tokens), None)
+    if kind is None and (request.chat or not package.transcribes):
+        return encode(folder, request)
+    tokenizer = read_tokenizer(folder)
+    if kind is None:  # the beginning of an answer, in which nothing ends
+        return tokenizer, to_tokens(tokenizer, request.prompts, complete=True)
+    files = len(media.image) + len(media.audio)
+    place = read_place(folder, tokenizer, kind, package.tokens[f"{kind}_token_id"])
+    lacking = zip(request.prompts, place.lacking(request.prompts, files), strict=True)
+    if request.chat:
+        texts = [render_prompt(folder, text, kind, place.word if lacks else "") for text, lacks in lacking]
+    else:
+        texts = [place.before + text if lacks else text for text, lacks in lacking]
+    encoded = to_tokens(tokenizer, texts, complete=request.chat)
+    place.check(encoded, files)
+    return tokenizer, encoded
+
+
+def _feeds(folder: Path, media: Media) -> list[Feeds]:
     """Each file as the arrays its graph takes."""
     feeds: list[Feeds] = []
     if media.image:
@@ -110,6 +164,5 @@ def _feeds(folder: Path, model: Model, media: Media) -> list[Feeds]:
             samples = read_audio(path, parameters.sampling_rate, parameters.chunk_length)
             features, valid = log_mel(samples, parameters)
             mask = (np.arange(features.shape[1]) < valid).astype(np.int64)
-            every: Feeds = {"input_features": features[None], "feature_attention_mask": mask[None]}
-            feeds.append({name: values for name, values in every.items() if name in model.hears})
+            feeds.append({"input_features": features[None], MASK: mask[None]})
     return feeds

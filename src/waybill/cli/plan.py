@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from waybill.plan import Plan
 
 
+SOME = 4
+"""Tensors dropped for one reason that are named without --full."""
+
+
 def plan(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
     target: Annotated[str, typer.Option(help="What the weights are for: torch or onnx.")] = "torch",
@@ -24,7 +28,9 @@ def plan(
     ] = None,
     ep: Annotated[str, typer.Option(help="For onnx, what will run it: cpu or cuda.")] = "cpu",
     link: Annotated[bool, typer.Option("--link", help="For onnx, plan an export with --link.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="One row a parameter, without folding equal layers.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="One row a parameter, without folding equal layers; every dropped tensor.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show where every parameter's bytes come from, what that costs, and everything that does not add up.
@@ -74,8 +80,13 @@ def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
         else:
             rows.append(("ranks", f"{bill.tp}; this is the bill of rank {bill.rank}"))
         write_table(rows)
+    reasons: dict[str, list[str]] = {}
     for name, reason in bill.ignored.items():
-        print(printable(f"dropped {name}: {reason}"))
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        listed = names if full or len(names) <= SOME else [f"{len(names)} tensors, {names[0]} and others"]
+        for name in listed:
+            print(printable(f"dropped {name}: {reason}"))
     write_problems(bill.problems, bill.notices)
     if not bill.problems:
         print(bill.summary())

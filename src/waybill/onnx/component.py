@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -23,6 +24,8 @@ from waybill.text.tokenizer import stop_tokens
 from waybill.weights.dtypes import NUMPY_DTYPES
 
 ROLES = ("weight", "codes", "scales", "zero_points", "midpoint")
+FILES = {"pixel_values": ("image_processor", "pictures"), "input_features": ("feature_extractor", "recordings")}
+"""Inputs that are made of files: what describes how, and what is in the files."""
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ def unbound(where: str, count: int) -> UnboundPackage:
     )
 
 
-def notices(plan: Plan, components: Iterable[Component]) -> list[str]:
+def notices(plan: Plan, components: Collection[Component]) -> list[str]:
     """What planning found worth a line, and what a runtime will miss or not expect."""
     checkpoint = plan.checkpoint
     lines = {
@@ -100,7 +103,21 @@ def notices(plan: Plan, components: Iterable[Component]) -> list[str]:
             checkpoint.root / "tokenizer.json"
         ).is_file(),
     }
-    return [*plan.notices, *(line for line, true in lines.items() if true)]
+    inputs = {value.name for component in components for value in component.graph.inputs}
+    missing = [
+        f"there is no preprocessor_config.json: the package can be given arrays, not {things}"
+        for name, (section, things) in FILES.items()
+        if name in inputs and not _describes(checkpoint.root, section)
+    ]
+    return [*plan.notices, *(line for line, true in lines.items() if true), *missing]
+
+
+def _describes(folder: Path, section: str) -> bool:
+    """Whether a file says how an input is prepared; it is read when it is used."""
+    whole = folder / "processor_config.json"
+    if (folder / "preprocessor_config.json").is_file():
+        return True
+    return whole.is_file() and f'"{section}"' in whole.read_text("utf-8", errors="replace")
 
 
 def build_components(plan: Plan, options: Options, *, load_weights: bool) -> dict[str, Component]:

@@ -12,8 +12,8 @@ from waybill.errors import BadPackage, PathEscape
 from waybill.onnx.publish import MARKER
 
 CONFIG_NAME = "genai_config.json"
-PARTS = ("encoder", "embedding", "vision", "speech")
-"""Sections of graphs that run before the decoder's."""
+PARTS = ("encoder", "vision", "speech", "embedding")
+"""Sections of graphs that run before the decoder's, in their order."""
 SINGLE = ("decoder_start_token_id", "image_token_id", "audio_token_id")
 TOKENS = (*SINGLE, "prompt_ids", "language_token_ids", "suppress_tokens", "begin_suppress_tokens")
 """What a model of several graphs says of its tokens: one, or a list."""
@@ -45,6 +45,13 @@ class Package:
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     """Tokens that are never made, and that no answer begins with."""
+    files: frozenset[str] = frozenset()
+    """Kinds of files that a graph is given: image, audio."""
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether recordings are what is answered: a prompt is then how the answer begins, and may be left out."""
+        return "encoder" in self.parts and "audio" in self.files
 
 
 def is_package(folder: Path) -> bool:
@@ -106,7 +113,16 @@ def read_package(folder: Path) -> Package:
         language_ids=tokens.get("language_token_ids", ()),
         suppressed=tokens.get("suppress_tokens", ()),
         suppressed_first=tokens.get("begin_suppress_tokens", ()),
+        files=_files(parts),
     )
+
+
+def _files(parts: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """What kinds of files the graphs take; an encoder takes sound unless it says that it takes tokens."""
+    encoder = parts.get("encoder")
+    hears = encoder is not None and "input_ids" not in str(encoder.get("inputs"))
+    kinds = {"image": "vision" in parts, "audio": "speech" in parts or hears}
+    return frozenset(kind for kind, taken in kinds.items() if taken)
 
 
 def _ids(fields: Mapping[str, Any], name: str, vocab_size: int, folder: Path) -> tuple[int, ...]:

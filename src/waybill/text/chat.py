@@ -21,6 +21,39 @@ TIMEOUT_SECONDS = 20
 """Wall clock, a few times the worker's own processor limit."""
 
 
+FAILED = "the template failed"
+
+
+def render_prompt(folder: Path, text: str, kind: str = "", word: str = "") -> str:
+    """The prompt for what a user says, after a file of a kind ("image" or "audio") if `word`, which stands for one in
+    prompts, is given.
+
+    Templates read a message as text or as a list of parts. One that is given the other form may fail, or leave
+    something out and say nothing of it; so what it makes of each is looked at.
+
+    Raises:
+        BadTemplate: as `render_chat`.
+    """
+    parts = [*([{"type": kind}] if word else []), {"type": "text", "text": text}]
+    forms = [f"{word}\n{text}" if word else text, parts]
+    failures: list[BadTemplate] = []
+    rendered: list[str] = []
+    for content in reversed(forms) if word else forms:
+        try:
+            prompt = render_chat(folder, [{"role": "user", "content": content}])
+        except BadTemplate as error:
+            if error.what != FAILED:
+                raise
+            failures.append(error)
+            continue
+        rendered.append(prompt)
+        if text.strip() in prompt and word in prompt:
+            return prompt
+    if not rendered:
+        raise failures[0]
+    return rendered[0]
+
+
 def render_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt for `messages`, ending where the assistant is to speak.
 
@@ -48,7 +81,7 @@ def render_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
         raise _bad(folder, "the template exceeded its bounds", "it was stopped for its use of memory or time")
     answer: dict[str, str] = json.loads(done.stdout)
     if "error" in answer:
-        raise _bad(folder, "the template failed", answer["error"])
+        raise _bad(folder, FAILED, answer["error"])
     return answer["text"]
 
 
@@ -58,7 +91,8 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
             raise _bad(folder, "the chat template is too large", f"{file.stat().st_size:,} bytes")
         return file.read_text("utf-8", errors="replace")
-    stated = settings.get("chat_template")
+    legacy = folder / "chat_template.json"  # a processor's, which knows of pictures and recordings
+    stated = read_object(legacy).get("chat_template") if legacy.is_file() else settings.get("chat_template")
     if isinstance(stated, list):  # several, by name
         named = {str(t.get("name")): t.get("template") for t in stated if isinstance(t, dict)}
         stated = named.get("default") or next(iter(named.values()), None)
@@ -66,7 +100,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
         raise _bad(
             folder,
             "there is no chat template",
-            "neither chat_template.jinja nor one in tokenizer_config.json",
+            "neither chat_template.jinja or .json nor one in tokenizer_config.json",
         )
     if len(stated) > MAX_TEMPLATE_BYTES:
         raise _bad(folder, "the chat template is too large", f"{len(stated):,} characters")

@@ -49,6 +49,10 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
+    encode_seconds: float = 0.0
+    """Of the graphs that ran before the decoder."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Positions of each prompt, where they are not its tokens: a picture's place became many."""
 
 
 def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size: int, max_position: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from waybill.errors import BadPackage
 from waybill.onnx.folder import Package
 from waybill.onnx.runtime.sampler import Floats, Sampler
-from waybill.onnx.runtime.session import DTYPES, failed, open_session, to_tensor
+from waybill.onnx.runtime.session import DTYPES, failed, open_session, other_inputs, to_tensor
 from waybill.text.request import Generation, Sampling, check_request, collect
 from waybill.weights.dtypes import Array
 
@@ -73,6 +73,7 @@ class OnnxDecoder:
         fits = own <= inputs.keys() and given in GIVEN and ("encoder_hidden_states" in given) == bool(self.crosses)
         if not self.caches or not fits or outputs.keys() != made or outputs["logits"].type not in DTYPES:
             raise _no_decoder(package, _unexpected(inputs, outputs, own | GIVEN[0], made))
+        self.given = given
         self.logits_dtype = DTYPES[outputs["logits"].type]
 
     def summary(self) -> str:
@@ -145,7 +146,10 @@ class _Batch:
 
     def prefill(self) -> Floats:
         """Run the prompts; logits `[B, V]` after the last token of each."""
-        self._run(self._context.first(self._ids_BS))
+        first = self._context.first(self._ids_BS)
+        if first.keys() != self._decoder.given:
+            raise other_inputs(self._decoder.package.graph, self._decoder.given, first)
+        self._run(first)
         value, *crosses = self._binding.get_outputs()[: 1 + len(self._decoder.crosses)]
         shape = value.shape()
         rows, longest = self._ids_BS.shape

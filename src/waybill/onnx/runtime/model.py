@@ -5,8 +5,9 @@ Shapes: B requests, S new tokens, E positions of the other sequence, D and H hid
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from waybill.errors import BadRequest
 from waybill.onnx.folder import Package
 from waybill.onnx.runtime.decoder import Context, OnnxDecoder
-from waybill.onnx.runtime.session import Network
+from waybill.onnx.runtime.session import Network, other_inputs
 from waybill.text.request import Generation, Sampling, check_request
 from waybill.weights.dtypes import Array
 
@@ -80,7 +81,7 @@ class TextModel:
     def generate(self, inputs: Inputs, **options: object) -> Generation:
         """Continue every prompt."""
         if inputs.media:
-            raise _unfit("text alone", f"{len(inputs.media)} pictures or recordings", "leave them out")
+            raise _unfit("text alone", f"{len(inputs.media)} files besides", "leave them out")
         return self.decoder.generate(inputs.prompts, **options)  # type: ignore[arg-type]
 
 
@@ -98,17 +99,23 @@ class EncoderDecoder:
         begin = [*package.start_ids]
         if "input_ids" in self.encoder.inputs:
             if inputs.media:
-                raise _unfit("text alone", f"{len(inputs.media)} pictures or recordings", "leave them out")
+                raise _unfit("text alone", f"{len(inputs.media)} files besides", "leave them out")
             check_request(inputs.prompts, 0, vocab_size=package.vocab_size, max_position=package.context_length)
-            states, mask_BE = self._read(inputs.prompts)
+            start = time.perf_counter()
+            context = _Across(*self._read(inputs.prompts))
+            spent = time.perf_counter() - start
             prompts = [begin] * len(inputs.prompts)
-            context = _Across(states, mask_BE)
+            lengths = [*map(len, inputs.prompts)]
         else:
             if len(inputs.prompts) not in (0, len(inputs.media)) or not inputs.media:
                 wrong = f"{len(inputs.media)} recordings and {len(inputs.prompts)} prompts"
                 raise _unfit("a recording for every request", wrong, "give one --audio file for each request")
+            if self.encoder.inputs.keys() != inputs.media[0].keys():
+                raise other_inputs(self.encoder.graph, self.encoder.inputs, inputs.media[0])
             feeds = {name: np.concatenate([one[name] for one in inputs.media]) for name in self.encoder.inputs}
+            start = time.perf_counter()
             context = _Across(self.encoder(feeds), None)
+            spent = time.perf_counter() - start
             first, rest = begin[:1], begin[1:]
             spoken: Sequence[Sequence[int]] = [()] * len(inputs.media)
             if package.language_ids:
@@ -116,7 +123,9 @@ class EncoderDecoder:
                 spoken = [(token,) for token in found]
             asked = inputs.prompts or [()] * len(inputs.media)
             prompts = [[*first, *heard, *rest, *prompt] for heard, prompt in zip(spoken, asked, strict=True)]
-        return self.decoder.generate(prompts, context=context, **options)  # type: ignore[arg-type]
+            lengths = [*map(len, prompts)]
+        made = self.decoder.generate(prompts, context=context, **options)  # type: ignore[arg-type]
+        return replace(made, encode_seconds=spent, prompt_tokens=tuple(lengths))
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
         ids_BE = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
@@ -138,17 +147,23 @@ class Multimodal:
         self.token = package.tokens[token]
         self.reader = Network(package, package.parts[section])
         self.hears: Collection[str] = self.reader.inputs.keys()
+        wanted = {"input_ids", f"{kind}_features"}
+        if self.embedding.inputs.keys() != wanted:
+            raise other_inputs(self.embedding.graph, self.embedding.inputs, wanted)
 
     def generate(self, inputs: Inputs, **options: object) -> Generation:
         """Continue every prompt, in which one token stands for each medium."""
+        start = time.perf_counter()
         features = [self.reader(feeds) for feeds in inputs.media]
+        spent = time.perf_counter() - start
         prompts = self._expanded(inputs.prompts, [len(one) for one in features])
         width = self.embedding.inputs[f"{self.kind}_features"].shape[-1]
         dtype = self.embedding.dtype_of(f"{self.kind}_features")
         every = np.concatenate([np.zeros((0, width), dtype), *features])
         context = _Embedded(self.embedding, f"{self.kind}_features", every)
         # No answer holds the token: there would be nothing to put in its place.
-        return self.decoder.generate(prompts, context=context, never=[self.token], **options)  # type: ignore[arg-type]
+        made = self.decoder.generate(prompts, context=context, never=[self.token], **options)  # type: ignore[arg-type]
+        return replace(made, encode_seconds=spent, prompt_tokens=tuple(map(len, prompts)))
 
     def _expanded(self, prompts: Sequence[Sequence[int]], counts: list[int]) -> list[list[int]]:
         """As many of the token as the medium has features, in place of each."""
@@ -156,7 +171,7 @@ class Multimodal:
         if places != len(counts):
             found = f"{places} places, {len(counts)} files"
             fix = f"give one --{self.kind} file for each place, in their order"
-            raise _unfit(f"a {self.kind} for every place of one in the prompts", found, fix)
+            raise _unfit("a file for every place of one in the prompts", found, fix)
         left = iter(counts)
         return [
             [each for token in prompt for each in [token] * (next(left) if token == self.token else 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Network:
             BadPackage: the graph takes other inputs, or fails.
         """
         if feeds.keys() != self.inputs.keys():
-            raise failed(self.graph, "a graph takes other inputs than it should", ", ".join(self.inputs))
+            raise other_inputs(self.graph, self.inputs, feeds)
         given = {name: self._fitted(name, values) for name, values in feeds.items()}
         try:
             return np.asarray(self._session.run(self.outputs[:1], given)[0])
@@ -97,6 +97,17 @@ def _unopened(graph: Path, error: Exception) -> BadPackage:
         expected=f"a package that the {PROVIDERS['cpu']} runs",
         found="; ".join(because),
         fix="export the checkpoint again, with --ep cpu",
+    )
+
+
+def other_inputs(graph: Path, takes: Iterable[str], given: Iterable[str]) -> BadPackage:
+    """A graph in the place of another one."""
+    return BadPackage(
+        "a graph takes other inputs than it should",
+        where=str(graph),
+        expected=", ".join(sorted(given)),
+        found=", ".join(sorted(takes))[:300],
+        fix="copy the whole package folder again, or export it again; each graph keeps its name",
     )
 
 
