@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import numpy as np
+
+import waybill
 from checkpoints import Array, Recipe
+from drivers import Driver
 from packing import Scheme, Twins, dequantize, metadata, quantize, sidecars
+from zoo import STEPS, Tiny, reference
 
 TABLES = ("embed_tokens.weight", "lm_head.weight", "position_embedding.weight", "embed_positions.weight")
 """Matrices by shape that producers leave alone unless told."""
@@ -35,3 +41,16 @@ def pack_components(tensors: Mapping[str, Array], layouts: Mapping[str, Scheme],
         for name, scheme in layouts.items()
     }
     return Twins(packed, dense)
+
+
+def assert_equal_to_transformers(tiny: Tiny, packed: Recipe, dense: Recipe, folder: Path) -> Driver:
+    """A packed checkpoint as a package: logits, tokens and proof, against transformers on its float twin."""
+    expected, tokens = reference(tiny.load(dense, folder / "dense"), tiny)
+    waybill.build(packed.write(folder / "packed"), exact=True).save(folder / "package")
+    driver = Driver(folder / "package")
+    inputs = {name: values.numpy() for name, values in tiny.inputs.items()}
+    logits, made = driver.steps(inputs, inputs[tiny.grows], STEPS, tiny.first, tiny.never)
+    assert np.abs(logits - expected).max() < 2e-4 * max(np.abs(expected).max(), 1)
+    np.testing.assert_array_equal(made, tokens)
+    assert waybill.verify(folder / "package", folder / "packed").problems == []
+    return driver

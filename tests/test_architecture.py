@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/target": {"config", "errors", "plan"},
     "engine": {"families", "config", "engine/load", "errors", "plan", "text"},
     "engine/load": {"api", "families", "checkpoint", "config", "engine", "errors", "plan", "weights"},
-    "onnx": {"families", "checkpoint", "config", "errors", "plan", "text", "weights"},
+    "onnx": {"families", "checkpoint", "config", "errors", "manifest", "plan", "text", "weights"},
     "api": {
         "checkpoint",
         "codecs",

@@ -104,6 +104,7 @@ class Report:
             report |= {"model_type": config.model_type, "dtype": self.bill.dtype}
             report |= _sizes(config.text, self.bill) if config.text else {}
         report["components"] = [component.as_dict() for component in self.components]
+        report["names"] = [spelling._asdict() | {"tensors": count} for spelling, count in self.spellings.items()]
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
         report["names"] = [{**spelling._asdict(), "tensors": n} for spelling, n in self.spellings.items()]
         report["problems"] = [problem.as_dict() for problem in self.bill.problems]
@@ -206,8 +207,6 @@ def describe(checkpoint: Checkpoint) -> Report:
     """Everything `inspect` shows; the problems are those of a plan for one rank, for a target that has such models."""
     config = family_of(checkpoint.config).read(checkpoint.config).config
     bill = plan(checkpoint, "torch" if config is None or runs(config) else "onnx")
-    if bill.policy is None:
-        return Report(bill, "unknown", [], {}, {})
     components = [
         _component(bill, bill.policy, each.name, each.role) for each in bill.policy.naming.components.components
     ]

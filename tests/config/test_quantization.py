@@ -107,6 +107,8 @@ def test_a_copy_beside_the_config_that_agrees_is_accepted() -> None:
         (GPTQ, {"q_group_size": -1}, "group_size: 32 and -1"),
         (GPTQ, {"sym": True}, "sym: False and True"),
         (GPTQ | {"checkpoint_format": "gptq"}, {"format": "gptq_v2"}, "checkpoint_format: 'gptq' and 'gptq_v2'"),
+        (GPTQ | {"lm_head": True}, {"quantize_lm_head": False}, "lm_head: True and False"),
+        (GPTQ | {"quantize_embeddings": True}, {"embeds": False}, "embeds: True and False"),
     ],
 )
 def test_two_places_that_disagree_are_refused_with_both_values(

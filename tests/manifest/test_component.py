@@ -18,11 +18,9 @@ VISION_TEXT = Task(
 SOURCES = {"decoder": ("model.language_model", "lm_head"), "vision": ("model.visual",)}
 
 
-def descriptor(*roots: str, **aliases: str) -> ComponentDescriptor:
+def descriptor(*roots: str, name: str = "decoder", path: str = "", **aliases: str) -> ComponentDescriptor:
     paths = {local.replace("__", "."): name for local, name in aliases.items()}
-    return ComponentDescriptor(
-        name="decoder", module_attribute_path="", role="decoder", source_paths=roots, aliases=paths
-    )
+    return ComponentDescriptor(name=name, module_attribute_path=path, role="", source_paths=roots, aliases=paths)
 
 
 def test_a_text_model_is_one_component_that_owns_every_module() -> None:
@@ -51,9 +49,13 @@ def test_a_module_belongs_to_the_component_with_the_longest_root_by_whole_segmen
         (("model.language_model",), "model.layers.0.gate", ("model.language_model.layers.0.gate",)),
         (("model.language_model",), "model", ("model.language_model",)),
         (("model",), "model.layers.0", ("model.layers.0",)),
-        (("encoder",), "block.0.layer", ("encoder.block.0.layer",)),
+        (("model.language_model.layers",), "model.layers.0.gate", ("model.language_model.layers.0.gate",)),
+        (("model.language_model.layers", "model.norm"), "model.layers.0", ("model.language_model.layers.0",)),
+        (("model.text.layers", "model.sound.layers"), "layers.0", ("model.text.layers.0", "model.sound.layers.0")),
+        (("a", "model.language_model"), "model.norm", ("model.language_model.norm",)),
+        (("model.language_model",), "model.language_model.norm", ("model.language_model.norm",)),
         (("decoder", "lm_head"), "lm_head", ("lm_head",)),
-        (("a", "model.language_model"), "model.norm", ("model.language_model.norm", "a.model.norm")),
+        (("decoder", "lm_head"), "lm_head.inner", ("lm_head.inner",)),
     ],
 )
 def test_a_local_path_is_anchored_at_each_source_root(
@@ -62,10 +64,27 @@ def test_a_local_path_is_anchored_at_each_source_root(
     assert descriptor(*roots).source_module_names(local) == expected
 
 
-def test_an_alias_is_the_only_name_of_its_path() -> None:
-    one = descriptor("encoder", block__0="encoder.stack.first")
+def test_a_path_that_shares_nothing_with_a_root_lies_below_the_components_own() -> None:
+    own = ("encoder.block.0.layer",)
+    assert descriptor("encoder", "lm_head", name="encoder").source_module_names("block.0.layer") == own
+    hung = descriptor("model.encoder", "lm_head", name="audio", path="model.encoder")
+    assert hung.source_module_names("block.0.layer") == ("model.encoder.block.0.layer",)
+    assert descriptor("lm_head", name="encoder").source_module_names("block.0.layer") == ("block.0.layer",)
+
+
+def test_an_alias_is_the_only_name_of_its_path_and_of_all_below_it() -> None:
+    one = descriptor("encoder", name="encoder", block__0="encoder.stack.first", block__0__norm="encoder.norms.first")
     assert one.source_module_names("block.0") == ("encoder.stack.first",)
+    assert one.source_module_names("block.0.layer.q") == ("encoder.stack.first.layer.q",)
+    assert one.source_module_names("block.0.norm") == ("encoder.norms.first",)
     assert one.source_module_names("block.1") == ("encoder.block.1",)
+    assert one.source_module_names("block.01") == ("encoder.block.01",)
+    assert one.source_module_names("encoder.stack.first.layer.q") == ("encoder.stack.first.layer.q",)
+
+
+def test_a_head_that_an_alias_names_is_put_under_no_root() -> None:
+    assert descriptor("decoder", lm_head="lm_head").source_module_names("lm_head") == ("lm_head",)
+    assert descriptor("decoder").source_module_names("lm_head") == ("decoder.lm_head",)
 
 
 def test_a_hook_is_asked_when_a_model_type_is_known_and_not_without_one() -> None:
@@ -78,8 +97,12 @@ def test_a_hook_is_asked_when_a_model_type_is_known_and_not_without_one() -> Non
     def vision(**known: Any) -> tuple[str, ...]:
         return resolve_components(VISION_TEXT, SOURCES, hook=hook, **known).by_name("vision").source_paths
 
-    assert vision() == ("model.visual",)
-    assert vision(hf_config={}) == ("model.visual",)
+    for unknown in ({}, {"hf_config": {}}):
+        with pytest.raises(UnresolvedComponent) as refused:
+            vision(**unknown)
+        assert refused.value.found == "role decoder, source paths none"
+        assert refused.value.fix == "state model_type: the model's sources depend on it"
+    assert resolve_components(VISION_TEXT, SOURCES).by_name("vision").source_paths == ("model.visual",)
     assert vision(hf_config={"model_type": "stated"}) == ("stated.vision",)
     assert vision(hf_config={"model_type": "stated"}, model_type="given") == ("given.vision",)
     assert asked == ["stated", "given"]

@@ -74,6 +74,12 @@ def test_a_module_is_meant_by_its_stored_and_by_its_runtime_name() -> None:
     assert NAMING.names("language_model.lm_head") == ("language_model.lm_head", "lm_head")
 
 
+def test_a_module_is_meant_by_its_name_in_any_spelling_of_its_root() -> None:
+    names = ("vision_tower.fc1", "model.vision_tower.fc1", "vision_tower.vision_model.fc1")
+    assert {frozenset(NAMING.names(name)) for name in names} == {frozenset(names)}
+    assert NAMING.names("vision_towers.fc1") == ("vision_towers.fc1",)
+
+
 def policy(**entry: Any) -> Policy:
     problems: list[WaybillError] = []
     block = {"quant_method": "olive", "bits": 4, "group_size": 32, "symmetric": True, **entry}

@@ -52,6 +52,8 @@ _COMPARED = (
 )  # fmt: skip
 """What decides how a weight is read, and is spelled one way."""
 _SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
+_SWITCHES = {"head": ("lm_head", "quantize_lm_head"), "embedding": ("embeds", "quantize_embeddings")}
+"""Which tables are packed: the producers' word for it, and that of component entries."""
 _FORMS = {
     "gptq": ("checkpoint_format", ("checkpoint_format", "format"), "gptq"),
     "awq": ("version", ("version", "format"), "gemm"),
@@ -70,6 +72,9 @@ def _stated(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     method = _method(block, where)
     out = {key: value for key, value in _aliased(block).items() if key in _COMPARED}
     out["sym"] = block.get("sym", block.get("symmetric"))
+    for producers, entries in _SWITCHES.values():
+        said = [block[key] for key in (producers, entries) if block.get(key) is not None]
+        out[producers] = any(said) if said else None
     if method in _READERS:
         out["quant_method"] = method
     if method in _FORMS:
@@ -93,15 +98,14 @@ def read_plan(
             _unsupported("the quantization method is not supported", where, " | ".join(_READERS), repr(method))
         )
         return None
+    fields = Fields(_aliased(block), {}, problems, where)
     try:
-        plan = reader(Fields(_aliased(block), {}, problems, where))
+        plan = reader(fields)
+        plan = _with_paths(plan, fields) if by_path and len(problems) == before else plan
     except BadPattern as error:
         problems.append(error)
-        return None
     if len(problems) > before:
         return None
-    if by_path:
-        plan = _with_paths(plan, where)
     known = BITS[plan.layout.method]
     changes = [value.changes or {} for value in plan.override_values]
     for bits in dict.fromkeys([plan.layout.bits, *(change["bits"] for change in changes if "bits" in change)]):
@@ -111,17 +115,28 @@ def read_plan(
     return plan if len(problems) == before else None
 
 
-def _with_paths(plan: ComponentQuantizationPlan, where: str) -> ComponentQuantizationPlan:
-    """The same plan, whose literal exclusions and overrides mean a module and everything below it."""
-    if plan.layout.method != "olive":
-        return plan  # the others' exclusions are paths already, and their rules are expressions
-    return replace(
-        plan,
-        modules_to_not_convert=module_paths(
-            plan.modules_to_not_convert.patterns, f"{where}.{plan.modules_to_not_convert.field}"
-        ),
-        overrides=module_paths(plan.overrides.patterns, f"{where}.{plan.overrides.field}"),
-    )
+def _with_paths(plan: ComponentQuantizationPlan, fields: Fields) -> ComponentQuantizationPlan:
+    """The same plan, whose literal exclusions and overrides mean a module and everything below it.
+
+    `overrides` are those of entries, whatever the method; a producer's own rules may stand in their place.
+    """
+    excluded, overrides = plan.modules_to_not_convert, fields.mapping("overrides")
+    if plan.layout.method == "olive":  # the others' exclusions are paths already
+        plan = replace(plan, modules_to_not_convert=module_paths(excluded.patterns, f"{fields.where}.{excluded.field}"))
+    elif overrides and plan.overrides.patterns:
+        fields.problems.append(
+            BadConfig(
+                "two lists of rules change single modules",
+                where=fields.where,
+                expected=f"overrides or {plan.overrides.field}",
+                found="both",
+                fix="state all rules in one of them",
+            )
+        )
+    if not overrides:
+        return plan
+    changes = tuple(Override(changes=_changes(change, fields)) for change in overrides.values())
+    return replace(plan, overrides=module_paths(list(overrides), f"{fields.where}.overrides"), override_values=changes)
 
 
 RULES = (
@@ -178,8 +193,7 @@ def _strings(fields: Fields, key: str) -> list[str]:
 def _tables(fields: Fields) -> dict[str, bool]:
     """Which tables are packed, by the producers' words for it and by those of component entries."""
     return {
-        "head": fields.boolean("quantize_lm_head") or fields.boolean("lm_head"),
-        "embedding": fields.boolean("quantize_embeddings") or fields.boolean("embeds"),
+        kind: fields.boolean(entries) or fields.boolean(producers) for kind, (producers, entries) in _SWITCHES.items()
     }
 
 
@@ -205,7 +219,7 @@ def _gptq(fields: Fields) -> ComponentQuantizationPlan:
         fields,
         "gptq",
         _gptq_symmetric(fields),
-        zero_offset=form == "gptq",
+        zero_offset=int(form == "gptq"),
         desc_act=fields.boolean("desc_act") and static is not True,
     )
     dynamic = fields.mapping("dynamic")

@@ -38,9 +38,9 @@ TASK = Task(
 SOURCES = {"vision_encoder": (TOWER, PROJECTOR), **multimodal.SOURCES}
 SPELLINGS = (
     *multimodal.SPELLINGS,
-    Spelling("vision_tower", TOWER),
-    Spelling("vision_tower.vision_model", TOWER),
-    Spelling(f"{TOWER}.vision_model", TOWER),
+    Spelling("vision_tower", TOWER, multimodal.TRANSFORMERS_5),
+    Spelling("vision_tower.vision_model", TOWER, multimodal.HUB),
+    Spelling(f"{TOWER}.vision_model", TOWER, multimodal.TRANSFORMERS_4),
 )
 _INNER_TYPES = {"vision_config": "clip_vision_model", "text_config": "llama"}
 """What transformers takes an inner config to be that does not say it."""

@@ -19,10 +19,13 @@ PROJECTOR = "model.multi_modal_projector"
 EMBEDDING = f"{ROOT}.embed_tokens.weight"
 SOURCES = {"embedding": (f"{ROOT}.embed_tokens",), "decoder": (ROOT,)}
 ALIASES = {"decoder": {"lm_head": "lm_head"}}
+HUB, TRANSFORMERS_5, TRANSFORMERS_4 = "the hub", "transformers 5", "modules of transformers 4"
+"""Whose names differ. Files of the hub keep those of the classes that first wrote them."""
+EVERY_FILE = f"{HUB}, {TRANSFORMERS_5}"
 SPELLINGS = (
-    Spelling("language_model.model", ROOT),
-    Spelling("language_model.lm_head", "lm_head"),
-    Spelling("multi_modal_projector", PROJECTOR),
+    Spelling("language_model.model", ROOT, EVERY_FILE),
+    Spelling("language_model.lm_head", "lm_head", EVERY_FILE),
+    Spelling("multi_modal_projector", PROJECTOR, EVERY_FILE),
 )
 MERGES = RuleTable(decoder_merges(ROOT))
 

@@ -19,6 +19,7 @@ from waybill.families.audio import AudioConfig, audio_parameters, read_audio
 from waybill.families.multimodal import (
     ALIASES,
     EMBEDDING,
+    EVERY_FILE,
     MERGES,
     PROJECTOR,
     ROOT,
@@ -131,6 +132,6 @@ QWEN2_AUDIO = Family(
     rules=lambda config: RuleTable(language_rules(config.text)),
     parameters=qwen2_audio_parameters,
     merges=MERGES,
-    spellings=(*SPELLINGS, Spelling("audio_tower", TOWER)),
+    spellings=(*SPELLINGS, Spelling("audio_tower", TOWER, EVERY_FILE)),
     layer_fields={f"{TOWER}.layers": "encoder_layers", f"{ROOT}.layers": "num_hidden_layers"},
 )

@@ -6,7 +6,7 @@ have paths that begin at the component. A descriptor's source paths say where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ class ComponentDescriptor:
     role: str
     source_paths: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Local module path to Hugging Face module path, where no root explains the one by the other."""
+    """Local module path to Hugging Face module path, for it and all below it, where no root explains the one by the
+    other."""
     excluded_methods: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Module path (`*` is any one segment) to the quantization methods that never pack it or anything below it."""
 
@@ -40,29 +41,26 @@ class ComponentDescriptor:
         return any(method in methods and _covers(path, module) for path, methods in self.excluded_methods.items())
 
     def source_module_names(self, local_path: str) -> tuple[str, ...]:
-        """The Hugging Face module names a local module path may stand for, most specific root first.
+        """The Hugging Face module names a local module path may stand for.
 
-        A local path that starts like a root's last shared segment is anchored there: `model.layers.0` at the root
-        `model.language_model` is `model.language_model.layers.0`. A path that is an alias or a source of its own is
-        what that says, and is put under no root: a top-level head does not become a head of the decoder's. Neither is a
-        path that begins with a whole root, which is a Hugging Face name already.
+        What an alias covers, and a path that lies below a root or an alias already, has one name and is put under no
+        root: a top-level head does not become a head of the decoder's. Any other path is anchored where it shares a
+        segment with a root, the nearer to the root's end the better: `model.layers.0` at the root `model.text.layers`
+        or `model.text` is `model.text.layers.0`. A path that shares none lies below the component's own root, the one
+        that ends as the component is called or hangs: `block.0` of the encoder is `encoder.block.0`.
         """
-        if local_path in self.aliases:
-            return (self.aliases[local_path],)
-        if local_path in self.source_paths or local_path in self.aliases.values():
+        for path in _upwards(local_path):
+            if path in self.aliases:
+                return (self.aliases[path] + local_path.removeprefix(path),)
+        if any(owns(root, local_path) for root in (*self.source_paths, *self.aliases.values())):
             return (local_path,)
-        if any(root and owns(root, local_path) for root in self.source_paths):
-            return (local_path,)
-        first, _, rest = local_path.partition(".")
-        names = []
-        for root in sorted(self.source_paths, key=len, reverse=True):
-            if not root:
-                names.append(local_path)
-            elif first in root.split("."):
-                names.append(f"{root}.{rest}" if rest else root)
-            else:
-                names.append(f"{root}.{local_path}")
-        return tuple(dict.fromkeys(names))
+        anchored = [found for root in self.source_paths if (found := _anchored(root, local_path)) is not None]
+        if anchored:
+            nearest = min(beyond for beyond, _ in anchored)
+            return tuple(dict.fromkeys(name for beyond, name in anchored if beyond == nearest))
+        called = {self.name, self.module_attribute_path.rpartition(".")[2]}
+        own = [root for root in self.source_paths if root.rpartition(".")[2] in called]
+        return tuple(f"{root}.{local_path}" for root in own) or (local_path,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +131,15 @@ def resolve_components(
     """Combine what the task, its roles and the model's source declarations say.
 
     A hook is asked when a model type is known (given, or in the config), and what it says replaces the static sources
-    of the components it names. Without a model type it is not asked, and nothing is guessed in its place. Aliases may
-    depend on the config alone, so their hook is asked whenever there is one.
+    of the components it names. Without a model type it is not asked, and nothing is guessed in its place: static
+    sources speak for models that have no hook. Aliases may depend on the config alone, so their hook is always asked.
 
     Raises:
         UnresolvedComponent: a component of the task has no role or no source path.
     """
     known = model_type or (hf_config or {}).get("model_type")
-    stated: dict[str, Sequence[str]] = dict(sources)
+    skipped = hook is not None and not known
+    stated: dict[str, Sequence[str]] = {} if skipped else dict(sources)
     if hook is not None and known:
         stated |= hook(model_type=known, hf_config=hf_config)
     hooked = alias_hook(hf_config=hf_config or {}) if alias_hook is not None else {}
@@ -153,7 +152,9 @@ def resolve_components(
                 where=f"task {task.name}: {name}",
                 expected="a role, and at least one source path",
                 found=f"role {role or 'none'}, source paths {', '.join(paths or ()) or 'none'}",
-                fix="declare the component's sources beside the architecture",
+                fix="state model_type: the model's sources depend on it"
+                if skipped
+                else "declare the component's sources beside the architecture",
             )
         components.append(
             ComponentDescriptor(
@@ -171,6 +172,22 @@ def resolve_components(
 def owns(root: str, module: str) -> bool:
     """Whether a module is a root or lies below it, by whole path segments."""
     return not root or module == root or module.startswith(f"{root}.")
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """The path, then what it lies in, to its first segment."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _anchored(root: str, local_path: str) -> tuple[int, str] | None:
+    """A local path put at the last segment of a root that it has too, and how many more the root has beyond it."""
+    local = local_path.split(".")
+    for beyond, segment in enumerate(reversed(root.split("."))):
+        if segment in local:
+            return beyond, ".".join((root, *local[local.index(segment) + 1 :]))
+    return None
 
 
 def _covers(path: str, module: str) -> bool:

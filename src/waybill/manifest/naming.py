@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from waybill.manifest.component import ComponentManifest
+from waybill.manifest.component import ComponentManifest, owns
 
 
 class Spelling(NamedTuple):
-    """A root as some checkpoints have it, and the same root at run time."""
+    """A root as some checkpoints have it, the same root at run time, and whose files have it so."""
 
     stored: str
     runtime: str
+    written_by: str = ""
 
     def __str__(self) -> str:
-        return f"{self.stored} for {self.runtime}"
+        writer = f" ({self.written_by})" if self.written_by else ""
+        return f"{self.stored} for {self.runtime}{writer}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,13 @@ class Naming:
         return stored if self.components.only is not None else f"{self.component(stored) or 'no component'}: {stored}"
 
     def names(self, stored: str) -> tuple[str, ...]:
-        """Every name a rule may mean a stored module by: as stored, at run time, by its component's source roots."""
+        """Every name a rule may mean a stored module by: as stored, at run time, by its component's source roots, and
+        in the other spellings, because whoever wrote the metadata may have loaded the model by another class."""
         runtime = self.runtime(stored)
         owner = self.components.owner_of(runtime)
-        return tuple(dict.fromkeys((stored, runtime, *(owner.source_module_names(runtime) if owner else ()))))
+        rooted = owner.source_module_names(runtime) if owner else ()
+        spelled = (s.stored + runtime.removeprefix(s.runtime) for s in self.spellings if owns(s.runtime, runtime))
+        return tuple(dict.fromkeys((stored, runtime, *rooted, *spelled)))
 
     def kind(self, stored: str) -> str:
         """`linear`, `head`, `embedding` and so on, of a stored module."""

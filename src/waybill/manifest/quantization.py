@@ -17,8 +17,12 @@ from waybill.errors import BadConfig, ConfigConflict, WaybillError
 from waybill.manifest.component import ComponentManifest
 from waybill.manifest.naming import Naming
 
-NESTED = {"text_config": "decoder", "vision_config": "vision_encoder", "audio_config": "audio_encoder"}
-"""Nested configs that may state the quantization of the component with that role."""
+NESTED = {
+    "text_config": ("decoder", "embedding"),
+    "vision_config": ("vision_encoder",),
+    "audio_config": ("audio_encoder",),
+}
+"""Nested configs that may state the quantization of the component with that role, and of others if they are packed."""
 WHOLE = "config.json: quantization_config"
 
 Block = Mapping[str, Any]
@@ -129,8 +133,10 @@ def _statements(
     by_role = {component.role: component.name for component in components.components}
     nested = [
         Statement(by_role[role], f"config.json: {key}.quantization_config", entry)
-        for key, role in NESTED.items()
-        if role in by_role and isinstance(entry := _nested(config, key), Mapping) and entry
+        for key, roles in NESTED.items()
+        if isinstance(entry := _nested(config, key), Mapping) and entry
+        for role in roles
+        if role in by_role and (role == roles[0] or by_role[role] in packed)
     ]
     only = components.only
     if only is not None and not isinstance(block.get("components"), Mapping) and block:

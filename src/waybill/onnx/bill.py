@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -44,14 +45,15 @@ def source(checkpoint: Checkpoint) -> dict[str, Any]:
 def component_bill(
     component: Component, layout: Layout, graph_digest: str, digests: Mapping[str, str]
 ) -> dict[str, Any]:
-    """One component: its graph, its initializers, and what was read only to be checked or compared."""
+    """One component: what it is, its graph, its initializers, and what was read only to be checked or compared."""
     if not component.bound:
-        return {"file": component.file, "initializers": {}}
+        return {"file": component.file, **_identity(component), "initializers": {}}
     graph, bindings = component.graph, component.bindings
     names = [name for name in layout.places if name in bindings or name in graph.tables]
     return {
         "file": component.file,
         "blake3": graph_digest,
+        **_identity(component),
         "initializers": {
             name: {
                 "file": layout.places[name].file,
@@ -72,6 +74,19 @@ def component_bill(
             }
             for binding in (*component.checked, *component.shared)
         ],
+    }
+
+
+def _identity(component: Component) -> dict[str, Any]:
+    """The component as the manifest describes it, and the layout its metadata states; null is float."""
+    descriptor, layout = component.descriptor, component.layout
+    return {
+        "role": descriptor.role,
+        "module": descriptor.module_attribute_path,
+        "source_paths": list(descriptor.source_paths),
+        "aliases": dict(descriptor.aliases),
+        "excluded_methods": {path: sorted(methods) for path, methods in descriptor.excluded_methods.items()},
+        "layout": asdict(layout) if layout is not None else None,
     }
 
 

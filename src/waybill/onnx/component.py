@@ -11,7 +11,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from waybill.checkpoint import RangeReader
+from waybill.config.quantization import QuantizationConfig
 from waybill.errors import Refused, UnboundPackage
+from waybill.manifest import ComponentDescriptor
 from waybill.onnx import gate
 from waybill.onnx.graph import Graph, form
 from waybill.onnx.graphs import GRAPHS
@@ -47,6 +49,17 @@ class Component:
     """Zero points that are read, all the midpoint, and not written."""
     shared: list[Binding] = field(default_factory=list)
     """Tied weights that are stored again: compared with what they are tied to, which serves for both."""
+
+    @property
+    def descriptor(self) -> ComponentDescriptor:
+        """What the manifest says of it."""
+        return self.plan.policy.naming.components.by_name(self.name)
+
+    @property
+    def layout(self) -> QuantizationConfig | None:
+        """How its metadata states it to be packed; modules may differ, and None is float."""
+        plan = self.plan.policy.quantization.for_component(self.name)
+        return plan.layout if plan is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -92,10 +105,11 @@ def unbound(where: str, count: int) -> UnboundPackage:
 def notices(plan: Plan, components: Collection[Component]) -> list[str]:
     """What planning found worth a line, and what a runtime will miss or not expect."""
     checkpoint = plan.checkpoint
+    bindings = {name: binding for component in components for name, binding in component.bindings.items()}
+    again = sum(binding.nbytes for binding in bindings.values() if binding.tied_to is not None)
     lines = {
-        "config.json ties the head to the embedding, and the file holds a different one; the file's is used": any(
-            binding.tied_to is not None for component in components for binding in component.bindings.values()
-        ),
+        "config.json ties the head to the embedding, and the file holds a different one; the file's is used, "
+        f"{again:,} bytes beside the embedding's": again > 0,
         "no eos_token_id is stated: generation will not stop by itself": not stop_tokens(
             checkpoint.generation_config, checkpoint.config
         ),
@@ -155,7 +169,7 @@ def build_components(plan: Plan, options: Options, *, load_weights: bool) -> dic
 
 def _owner(plan: Plan, components: Mapping[str, Component], spec: str) -> str:
     """The component whose bill a weight is in that is read and not written."""
-    owner = plan.policy.naming.component(spec) if plan.policy is not None else ""
+    owner = plan.policy.naming.component(spec)
     return owner if owner in components else next(iter(components))
 
 

@@ -31,8 +31,7 @@ def genai_config(plan: Plan, components: Mapping[str, Component], ep: str) -> di
     pad = _first_id(generation.get("pad_token_id"), outer.get("pad_token_id"), *stops)
     ids: dict[str, Any] = {"bos_token_id": begin, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
     ids["pad_token_id"] = pad if pad is not None else 0
-    roles = {c.name: c.role for c in plan.policy.naming.components.components} if plan.policy else {}
-    sections = {SECTIONS[roles[name]]: component for name, component in components.items()}
+    sections = {SECTIONS[component.descriptor.role]: component for component in components.values()}
     return {
         "model": {
             "type": plan.family,

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from waybill.config.quantization import QuantizationConfig
 from waybill.errors import Refused
+from waybill.manifest import ComponentDescriptor, ComponentManifest
 from waybill.onnx.component import Component, notices, unbound
 from waybill.onnx.data import lay_out
 from waybill.onnx.publish import publication, require_outside
@@ -39,6 +41,16 @@ class SavedComponent:
     name: str
     folder: Path
     entries: ComponentEntries
+
+    @property
+    def descriptor(self) -> ComponentDescriptor:
+        """What the manifest of the package says of it: its role, where it hangs, and what it owns."""
+        return self.entries.descriptor
+
+    @property
+    def layout(self) -> QuantizationConfig | None:
+        """How its metadata stated it to be packed; modules may differ, and None is float."""
+        return self.entries.layout
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +96,11 @@ class ModelPackage(Mapping[str, Component | SavedComponent]):
             return sum(places.values())
         brought = sum(binding.nbytes for binding in all_bindings(built).values())
         return brought + sum(table.nbytes for table in all_tables(built).values())
+
+    @property
+    def manifest(self) -> ComponentManifest:
+        """What the components are: the same of a package that is built and of what it was saved as."""
+        return ComponentManifest(tuple(component.descriptor for component in self.values()))
 
     @property
     def shared_bytes(self) -> int:

@@ -66,6 +66,8 @@ class Plan:
     ignored: Mapping[str, str]
     problems: tuple[WaybillError, ...]
     notices: tuple[str, ...]
+    policy: Policy
+    """Whose each module is, and what the metadata says about it."""
     packings: Mapping[str, Packing] = field(default_factory=dict)
     """How each packed weight lies in the checkpoint, by module name: what the target's layers are built from."""
     specs: tuple[ParameterSpec, ...] = ()
@@ -76,8 +78,6 @@ class Plan:
     """Elements of all logical weights, packed ones counted unpacked."""
     family: str = "decoder"
     """The family of the architecture, which says what a target builds."""
-    policy: Policy | None = None
-    """Whose each module is, and what the metadata says about it."""
 
     @cached_property
     def bytes_read(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from waybill.checkpoint import Checkpoint
@@ -27,7 +27,8 @@ from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
-from waybill.weights import FloatWeight, WeightRecord
+from waybill.weights import FloatWeight, WeightBundle, WeightRecord
+from waybill.weights.record import bundled
 
 Slots = dict[tuple[int, int], WeightRecord]
 """The records that make one target, by (position in the stack, member of the concat)."""
@@ -84,7 +85,7 @@ def make_plan(
     routing, bindings = Routing(), list[Binding]()
     specs: Sequence[ParameterSpec] = ()
     if config and clean:
-        routing = route(records, family.rules(config), policy.naming.runtime)
+        routing = route(bundled(records), family.rules(config), policy.naming.runtime)
         wanted = routing.wanted_packings(family.merges)
         specs = target.adjust(family.parameters(config, wanted, target.merges))
         if obstacles := config.parallel_obstacles(tp):
@@ -149,12 +150,17 @@ def common_dtype(checkpoint: Checkpoint) -> str:
     return weight.most_common(1)[0][0] if weight else "F32"
 
 
-def route(
-    records: Sequence[WeightRecord], source: RuleTable, runtime: Callable[[str], str] = lambda name: name
-) -> Routing:
+def route(bundles: Iterable[WeightBundle], source: RuleTable, runtime: Callable[[str], str]) -> Routing:
     """Bring every record to its module name: renamed, taken apart, or dropped by a named rule."""
     routing = Routing()
-    for record in records:
+    for bundle in bundles:
+        _adapt(bundle, source, runtime, routing)
+    return routing
+
+
+def _adapt(bundle: WeightBundle, source: RuleTable, runtime: Callable[[str], str], routing: Routing) -> None:
+    """The rules see the records of one component at a time."""
+    for record in bundle.records:
         name = runtime(record.source_name)
         why = source.dropped(name)
         if why is not None:
@@ -171,7 +177,6 @@ def route(
                 routing.twice |= {first.source_name, piece.source_name}  # a bank beside its experts is one problem
                 routing.problems.append(_twice(name, first, piece))
             routing.records[name] = piece
-    return routing
 
 
 def packing_of(record: WeightRecord) -> Packing | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from waybill.checkpoint import Checkpoint
@@ -73,3 +73,19 @@ class WeightRecord:
     def file(self) -> str:
         """The file that holds the first of its tensors."""
         return self.origin.tensors[self.tensors[0]].file
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBundle:
+    """The records of one component, which is all that the rules for its weights are given; "" owns what nobody does."""
+
+    component: str
+    records: tuple[WeightRecord, ...]
+
+
+def bundled(records: Iterable[WeightRecord]) -> list[WeightBundle]:
+    """One bundle for each component, in the order of its first record."""
+    owned: dict[str, list[WeightRecord]] = {}
+    for record in records:
+        owned.setdefault(record.component, []).append(record)
+    return [WeightBundle(component, tuple(own)) for component, own in owned.items()]

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.checkpoint.jsonfile import parse_object
+from waybill.config.producers import BITS
+from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadPackage
+from waybill.manifest import ComponentDescriptor
 from waybill.onnx.publish import MARKER
 
 FORMATS = (2,)
@@ -65,10 +68,13 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComponentEntries:
-    """One graph and everything it refers to."""
+    """What one component is, its graph, and everything the graph refers to."""
 
     file: str
     digest: str
+    descriptor: ComponentDescriptor
+    layout: QuantizationConfig | None
+    """How the metadata stated it to be packed; None is float."""
     initializers: Mapping[str, Entry]
     checked: tuple[Check, ...]
 
@@ -189,7 +195,7 @@ def read_entries(folder: str | Path) -> PackageEntries:
             found=repr(number)[:80],
             fix="use the version of waybill that wrote it, or export it again",
         )
-    components = {name: _component(node) for name, node in top.get("components").members()}
+    components = {name: _component(name, node) for name, node in top.get("components").members()}
     if not components:
         raise malformed(f"{MARKER}: components", "at least one component", "none")
     return PackageEntries(
@@ -232,7 +238,7 @@ def _obstacles(node: _Node) -> tuple[str, ...]:
     return (because.texts() if because else ()) or ("the package does not say why",)
 
 
-def _component(node: _Node) -> ComponentEntries:
+def _component(name: str, node: _Node) -> ComponentEntries:
     entries = {name: _entry(name, entry) for name, entry in node.get("initializers").members()}
     file = node.get("file").file()
     if not entries:
@@ -245,7 +251,35 @@ def _component(node: _Node) -> ComponentEntries:
         )
     checked = node.find("checked")
     checks = tuple(_check(item) for item in checked.items()) if checked else ()
-    return ComponentEntries(file, node.get("blake3").digest(), entries, checks)
+    return ComponentEntries(
+        file, node.get("blake3").digest(), _descriptor(name, node), _layout(node.get("layout")), entries, checks
+    )
+
+
+def _descriptor(name: str, node: _Node) -> ComponentDescriptor:
+    excluded = node.get("excluded_methods").members()
+    return ComponentDescriptor(
+        name=name,
+        module_attribute_path=node.get("module").text(),
+        role=node.get("role").text(),
+        source_paths=node.get("source_paths").texts(),
+        aliases={local: path.text() for local, path in node.get("aliases").members()},
+        excluded_methods={path: frozenset(methods.texts()) for path, methods in excluded},
+    )
+
+
+def _layout(node: _Node) -> QuantizationConfig | None:
+    if node.value is None:
+        return None
+    whole = node.get("group_size").value == -1  # one group over all of K
+    return QuantizationConfig(
+        method=node.get("method").text(*BITS),
+        bits=node.get("bits").size(*WIDTHS),
+        group_size=-1 if whole else node.get("group_size").size(),
+        symmetric=node.get("symmetric").flag(),
+        zero_offset=node.get("zero_offset").size(0, 1),
+        desc_act=node.get("desc_act").flag(),
+    )
 
 
 def _entry(name: str, node: _Node) -> Entry:
