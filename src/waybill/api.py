@@ -208,7 +208,11 @@ def verify(
 
 
 def _origin(checkpoint: Checkpoint) -> Origin:
-    """What a prover must know of a checkpoint: where its tensors lie, how they are packed, the angles of its rope."""
+    """What a prover must know of a checkpoint: where its tensors lie, how they are packed, the angles of its rope.
+
+    And what its files say of running it.
+    """
+    from waybill.onnx.genai import model_facts
     from waybill.onnx.verify.decoding import StoredTensors
     from waybill.onnx.verify.origin import Origin
 
@@ -226,7 +230,8 @@ def _origin(checkpoint: Checkpoint) -> Origin:
 
     stored = StoredTensors(checkpoint.root, {runtime(name): tensor for name, tensor in checkpoint.tensors.items()})
     text = config.text if config is not None else None
-    return Origin(stored, packed, text.rotary_config if text is not None else None)
+    facts = model_facts(config, checkpoint) if config is not None else {}
+    return Origin(stored, packed, text.rotary_config if text is not None else None, facts)
 
 
 def dtype_tag(name: str) -> str:

@@ -106,7 +106,6 @@ class Report:
         report["components"] = [component.as_dict() for component in self.components]
         report["names"] = [spelling._asdict() | {"tensors": count} for spelling, count in self.spellings.items()]
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
-        report["names"] = [{**spelling._asdict(), "tensors": n} for spelling, n in self.spellings.items()]
         report["problems"] = [problem.as_dict() for problem in self.bill.problems]
         report["notices"] = list(self.bill.notices)
         return report

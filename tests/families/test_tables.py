@@ -101,7 +101,6 @@ def test_a_packed_table_is_looked_up_and_multiplied_with_over_the_same_bytes(
     assert package.nbytes == built.nbytes
     several = len({*names.lookups, "decoder"}) > 1
     stored = sum(tensor.nbytes for name, tensor in packed.tensors.items() if name.startswith(names.table))
-    assert several is any("several graphs use the same" in notice for notice in built.notices)
     assert (built.shared_bytes > stored) if several else (built.shared_bytes == 0)
 
 
@@ -111,8 +110,6 @@ def test_a_float_table_that_several_graphs_use_is_stored_once_and_counted(title:
     built = waybill.build(tiny.make(True, tmp_path / "whole").write(tmp_path / "checkpoint"))
     several = len({*names.lookups, "decoder"}) > 1
     assert built.shared_bytes == (128 * 64 * 4 if several else 0)
-    line = "several graphs use the same 32,768 bytes of weights: stored once, and held by each graph that is open"
-    assert (line in built.notices) is several
 
 
 @pytest.mark.parametrize("switch", ["quantize_lm_head", "lm_head"])

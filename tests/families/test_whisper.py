@@ -12,7 +12,7 @@ from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalG
 
 import waybill
 from waybill.config.architectures import PART_DEFAULTS
-from waybill.errors import BadConfig, UnsupportedFeature
+from waybill.errors import BadConfig, Refused, UnsupportedFeature
 from waybill.families.dictation import dictation_facts
 from waybill.families.whisper import WHISPER, read_whisper, whisper_components, whisper_parameters
 from waybill.plan.parameter import AS_ENGINE
@@ -194,6 +194,8 @@ def test_a_prompt_of_tokens_that_do_not_exist_is_refused() -> None:
 def test_a_package_with_a_senseless_prompt_is_not_written(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"suppress_tokens": "all"}))
-    with pytest.raises(BadConfig, match="suppress_tokens cannot be used"):
+    (problem,) = waybill.plan(tmp_path / "model", "onnx").problems  # before a weight is read
+    assert problem.where == "generation_config.json: suppress_tokens"
+    with pytest.raises(Refused, match="suppress_tokens cannot be used"):
         waybill.build(tmp_path / "model").save(tmp_path / "package")
     assert not (tmp_path / "package").exists()

@@ -136,3 +136,29 @@ def test_one_component_selected_from_two_is_not_a_package_of_one() -> None:
     assert whole.select(["decoder"]).only is None
     single = ComponentManifest(whole.components[:1])
     assert single.only is single.select(["decoder"]).only is whole.components[0]
+
+
+def test_what_another_path_is_an_alias_of_lies_under_no_root() -> None:
+    encoder = ComponentDescriptor(
+        name="encoder",
+        module_attribute_path="encoder",
+        role="encoder",
+        source_paths=("encoder",),
+        aliases={"embed_tokens": "shared"},
+    )
+    assert encoder.source_module_names("embed_tokens") == ("shared",)
+    assert encoder.source_module_names("shared") == ("shared",)
+
+
+def test_a_module_is_excluded_from_the_methods_that_are_named_and_from_no_other() -> None:
+    decoder = ComponentDescriptor(
+        name="decoder",
+        module_attribute_path="",
+        role="decoder",
+        source_paths=("",),
+        excluded_methods={"layers.*.gate": frozenset({"awq"})},
+    )
+    assert decoder.excludes("layers.3.gate.up", "awq")
+    assert not decoder.excludes("layers.3.gate.up", "gptq")
+    assert not decoder.excludes("layers.3", "awq")
+    assert not decoder.excludes("layers.3.gates", "awq")

@@ -24,6 +24,11 @@ class Composite:
     text: ModelConfig | None = None
 
     @property
+    def biases_scores(self) -> bool:
+        """Whether something is added to the decoder's attention scores: relative positions."""
+        return False
+
+    @property
     def context_length(self) -> int:
         """Positions of the decoder: the most tokens a request may grow to."""
         return self.text.rotary_config.max_position if self.text is not None else 0
@@ -34,7 +39,11 @@ class Composite:
         return self.text.hidden_size if self.text is not None else 0
 
     def run_facts(self, hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-        """What running this model takes besides its graphs: the tokens that begin an answer or stand for pictures."""
+        """What running this model takes besides its graphs: the tokens that begin an answer or stand for pictures.
+
+        Raises:
+            BadConfig: a file states one of them in a way that means nothing; planning asks, so that it is told then.
+        """
         return {}
 
     def parallel_obstacles(self, tp: int) -> list[str]:
@@ -122,10 +131,23 @@ def choice(fields: Fields, key: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def first_id(key: str, *places: Mapping[str, Any]) -> int | None:
-    """A token id, from the first place that states it."""
-    stated = (place.get(key) for place in places)
-    return next((value for value in stated if type(value) is int and value >= 0), None)
+def first_id(key: str, places: Mapping[str, Mapping[str, Any]], vocab_size: int) -> int | None:
+    """A token id, from the first place that states it; `places` are files by name.
+
+    Raises:
+        BadConfig: what is stated is none of the model's tokens.
+    """
+    stated = ((where, place[key]) for where, place in places.items() if place.get(key) is not None)
+    where, value = next(stated, ("", None))
+    if value is None or (type(value) is int and 0 <= value < vocab_size):
+        return value
+    raise BadConfig(
+        f"{key} is not a token id",
+        where=f"{where}: {key}",
+        expected=f"a token below vocab_size {vocab_size}",
+        found=repr(value)[:120],
+        fix=f"correct {key} in {where}, or remove it",
+    )
 
 
 def divides(fields: Fields, whole: int, by: int, names: tuple[str, str]) -> None:

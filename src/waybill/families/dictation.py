@@ -32,8 +32,8 @@ def dictation_facts(
     Raises:
         BadConfig: one of them is stated in a way that means nothing.
     """
-    prompt, languages = _prompt(hf_config, generation)
-    stated = first_id("decoder_start_token_id", generation, hf_config)
+    prompt, languages = _prompt(hf_config, generation, vocab_size)
+    stated = first_id("decoder_start_token_id", {GENERATION: generation, CONFIG: hf_config}, vocab_size)
     first = start if stated is None else stated
     if strangers := [token for token in (first, *prompt, *languages) if token >= vocab_size]:
         raise _bad("the prompt of every answer", GENERATION, f"tokens below vocab_size {vocab_size}", strangers)
@@ -47,7 +47,9 @@ def dictation_facts(
     return facts
 
 
-def _prompt(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+def _prompt(
+    hf_config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
+) -> tuple[list[int], list[int]]:
     """The tokens after the first, and those one of which comes before them."""
     languages, tasks = (_table(key, generation) for key in ("lang_to_id", "task_to_id"))
     language, task = generation.get("language"), generation.get("task")
@@ -60,7 +62,7 @@ def _prompt(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tupl
         prompt.append(_named("task", task, tasks, "task_to_id"))
     elif language and DEFAULT_TASK in tasks:
         prompt.append(tasks[DEFAULT_TASK])
-    plain = first_id("no_timestamps_token_id", generation)
+    plain = first_id("no_timestamps_token_id", {GENERATION: generation}, vocab_size)
     if plain is not None and generation.get("return_timestamps") is not True and prompt[-1:] != [plain]:
         prompt.append(plain)
     return prompt, sorted(languages.values()) if is_open else []

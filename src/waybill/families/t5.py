@@ -57,6 +57,11 @@ class T5Config(Composite):
     """Whether hidden states are multiplied by d_model ** -0.5 before the head: T5 does, v1.1 does not."""
 
     @property
+    def biases_scores(self) -> bool:
+        """Positions are a bias on scores."""
+        return True
+
+    @property
     def context_length(self) -> int:
         """No position is the last; this only bounds what a cache may be asked for."""
         return 1 << 16
@@ -67,9 +72,16 @@ class T5Config(Composite):
         return self.d_model
 
     def run_facts(self, hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer begins with a token of its own, which is the padding's unless stated."""
-        start = first_id("decoder_start_token_id", generation, hf_config)
-        return {"decoder_start_token_id": start if start is not None else first_id("pad_token_id", hf_config) or 0}
+        """An answer begins with a token of its own, which is the padding's unless stated.
+
+        Raises:
+            BadConfig: it is none of the model's tokens.
+        """
+        places = {"generation_config.json": generation, "config.json": hf_config}
+        start = first_id("decoder_start_token_id", places, self.vocab_size)
+        if start is None:
+            start = first_id("pad_token_id", {"config.json": hf_config}, self.vocab_size)
+        return {"decoder_start_token_id": start or 0}
 
 
 def read_t5(raw: Mapping[str, Any]) -> Reading:

@@ -12,6 +12,11 @@ from waybill.errors import BadPackage, PathEscape
 from waybill.onnx.publish import MARKER
 
 CONFIG_NAME = "genai_config.json"
+SECTIONS = {
+    "decoder": "decoder", "encoder": "encoder", "vision_encoder": "vision", "audio_encoder": "speech",
+    "embedding": "embedding",
+}  # fmt: skip
+"""What the generation library calls the components, by role."""
 PARTS = ("encoder", "vision", "speech", "embedding")
 """Sections of graphs that run before the decoder's, in their order."""
 SINGLE = ("decoder_start_token_id", "image_token_id", "audio_token_id")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from waybill.checkpoint import Checkpoint
+from waybill.config.composite import Config
 from waybill.onnx.component import Component
+from waybill.onnx.folder import SECTIONS
 from waybill.plan import Plan
 from waybill.text.tokenizer import stop_tokens
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 """Fields of generation_config.json that mean the same there."""
-SECTIONS = {
-    "decoder": "decoder", "encoder": "encoder", "embedding": "embedding", "vision_encoder": "vision",
-    "audio_encoder": "speech",
-}  # fmt: skip
-"""What the library calls the components, by role."""
 
 
 def genai_config(plan: Plan, components: Mapping[str, Component], ep: str) -> dict[str, Any]:
@@ -23,22 +21,12 @@ def genai_config(plan: Plan, components: Mapping[str, Component], ep: str) -> di
 
     Token ids come from generation_config.json first. Several stop tokens stay a list; pad is one.
     """
-    config, checkpoint = plan.require_clean(), plan.checkpoint
-    hf_config, generation = checkpoint.config, checkpoint.generation_config
-    outer = {**hf_config, **{k: v for k, v in _text(hf_config).items() if hf_config.get(k) is None}}
-    stops = sorted(stop_tokens(generation, outer))
-    begin = _first_id(generation.get("bos_token_id"), outer.get("bos_token_id"))
-    pad = _first_id(generation.get("pad_token_id"), outer.get("pad_token_id"), *stops)
-    ids: dict[str, Any] = {"bos_token_id": begin, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
-    ids["pad_token_id"] = pad if pad is not None else 0
+    config, generation = plan.require_clean(), plan.checkpoint.generation_config
     sections = {SECTIONS[component.descriptor.role]: component for component in components.values()}
     return {
         "model": {
             "type": plan.family,
-            "vocab_size": config.vocab_size,
-            "context_length": config.context_length,
-            **{name: value for name, value in ids.items() if value is not None},
-            **config.run_facts(hf_config, generation),
+            **model_facts(config, plan.checkpoint),
             **{
                 name: {"filename": component.file, **_names(component)}
                 for name, component in sections.items()
@@ -51,6 +39,27 @@ def genai_config(plan: Plan, components: Mapping[str, Component], ep: str) -> di
             "past_present_share_buffer": True,
             **{name: generation[name] for name in SAMPLING if generation.get(name) is not None},
         },
+    }
+
+
+def model_facts(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is the model's, however it is exported: its tokens, and how many positions it has.
+
+    Raises:
+        BadConfig: a token is stated in a way that means nothing.
+    """
+    hf_config, generation = checkpoint.config, checkpoint.generation_config
+    outer = {**hf_config, **{k: v for k, v in _text(hf_config).items() if hf_config.get(k) is None}}
+    stops = sorted(stop_tokens(generation, outer))
+    begin = _first_id(generation.get("bos_token_id"), outer.get("bos_token_id"))
+    pad = _first_id(generation.get("pad_token_id"), outer.get("pad_token_id"), *stops)
+    ids: dict[str, Any] = {"bos_token_id": begin, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
+    ids["pad_token_id"] = pad if pad is not None else 0
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.context_length,
+        **{name: value for name, value in ids.items() if value is not None},
+        **config.run_facts(hf_config, generation),
     }
 
 

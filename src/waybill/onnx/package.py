@@ -18,7 +18,7 @@ from waybill.onnx.component import Component, notices, unbound
 from waybill.onnx.data import lay_out
 from waybill.onnx.publish import publication, require_outside
 from waybill.onnx.verify.entries import ComponentEntries, read_entries
-from waybill.onnx.verify.structure import examine
+from waybill.onnx.verify.structure import examine, overlaps
 from waybill.onnx.writing import Progress, all_bindings, all_tables, write_package
 
 
@@ -165,8 +165,9 @@ class ModelPackage(Mapping[str, Component | SavedComponent]):
 
 def _reopen(folder: Path) -> None:
     """Graph, bill and files agree, as they lie on the disk; the last look before the package is visible."""
-    components = read_entries(folder).components.values()
-    if problems := [problem for component in components for problem in examine(folder, component)[0]]:
+    examined = [examine(folder, component) for component in read_entries(folder).components.values()]
+    problems = [problem for found, _ in examined for problem in found]
+    if problems := [*problems, *overlaps(entry for _, sound in examined for entry in sound)]:
         raise Refused(problems)
 
 

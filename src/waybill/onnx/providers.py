@@ -5,10 +5,10 @@ Measured with ONNX Runtime 1.32 on the CPU; what is said of CUDA is read from it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from waybill.config.composite import Config
+from waybill.config.composite import Composite, Config
 from waybill.config.model import DTYPE_TAGS
 from waybill.errors import UnsupportedByRuntime, WaybillError
 from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
@@ -30,20 +30,27 @@ def obstacles(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: st
     blocks = {spec.packing.group: spec.name for spec in reversed(specs) if spec.packing is not None}
     if blocks and (least := min(blocks)) < SMALLEST_GROUP:
         yield blocks[least], f"blocks of at least {SMALLEST_GROUP} that fill every row", f"blocks of {least}"
-    if ep == "cpu":
-        if dtype == "BF16":
-            yield "dtype", "float32 or float16: its kernels know no bfloat16", "bfloat16"
-        for (up, down), name in widths.items():
-            if up != down:
-                yield name, "experts whose banks have the same number of bits", f"{up} and {down} bits"
-        if config.text is not None and config.text.head_dim % 16:
-            yield "head_dim", "rotated heads of a multiple of 16", str(config.text.head_dim)
-    else:
-        if dtype == "F32":
-            yield "dtype", "float16 or bfloat16: its attention knows no float32", "float32"
-        for (up, down), name in widths.items():
-            if up != down and (up, down) not in MIXED_WIDTHS:
-                yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
+    yield from (_on_the_cpu if ep == "cpu" else _on_cuda)(config, widths, dtype)
+
+
+def _on_the_cpu(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) -> Iterator[tuple[str, str, str]]:
+    if dtype == "BF16":
+        yield "dtype", "float32 or float16: its kernels know no bfloat16", "bfloat16"
+    for (up, down), name in widths.items():
+        if up != down:
+            yield name, "experts whose banks have the same number of bits", f"{up} and {down} bits"
+    if config.text is not None and config.text.head_dim % 16:
+        yield "head_dim", "rotated heads of a multiple of 16", str(config.text.head_dim)
+
+
+def _on_cuda(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) -> Iterator[tuple[str, str, str]]:
+    if dtype == "F32":
+        yield "dtype", "float16 or bfloat16: its attention knows no float32", "float32"
+    if isinstance(config, Composite) and config.biases_scores:
+        yield "attention scores", "attention over a cache that adds nothing to its scores", "relative positions"
+    for (up, down), name in widths.items():
+        if up != down and (up, down) not in MIXED_WIDTHS:
+            yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
 
 
 def verdicts(config: Config, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config.composite import Config
 from waybill.errors import (
+    BadConfig,
     ClaimedTwice,
     IllegalParallelism,
     ShapeMismatch,
@@ -94,7 +95,7 @@ def make_plan(
         problems += routing.problems
         problems += diagnose.everything(checkpoint, family, specs, slots, strangers, policy.naming.runtime)
         problems += agreement.everything(specs, slots, policy, config.legal_tp_sizes(), tp)
-        problems += target.refusals(config, specs, dtype)
+        problems += [*target.refusals(config, specs, dtype), *_unusable(config, checkpoint)]
         notices += agreement.notices(specs, None if target.casts_scales else dtype)
         if not problems:
             bound = (spec for spec in specs if spec.name in slots)
@@ -139,6 +140,15 @@ def _describe(
     if checkpoint.problems or len(problems) > before:
         return config, policy, []
     return config, policy, group_records(checkpoint, policy, problems)
+
+
+def _unusable(config: Config, checkpoint: Checkpoint) -> list[WaybillError]:
+    """What running the model takes, where it is stated in a way that means nothing."""
+    try:
+        config.run_facts(checkpoint.config, checkpoint.generation_config)
+    except BadConfig as error:
+        return [error]
+    return []
 
 
 def common_dtype(checkpoint: Checkpoint) -> str:

@@ -198,6 +198,9 @@ def read_entries(folder: str | Path) -> PackageEntries:
     components = {name: _component(name, node) for name, node in top.get("components").members()}
     if not components:
         raise malformed(f"{MARKER}: components", "at least one component", "none")
+    files = [component.file for component in components.values()]
+    if len(set(files)) < len(files):
+        raise malformed(f"{MARKER}: components", "a graph of its own for each", ", ".join(files)[:160])
     return PackageEntries(
         root,
         top.get("options").get("ep").text(),

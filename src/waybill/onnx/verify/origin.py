@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from waybill.config import RotaryConfig
 from waybill.config.quantization import QuantizationConfig
@@ -20,6 +21,8 @@ class Origin:
     stored: StoredTensors
     policy: Callable[[str], QuantizationConfig | None]
     rotary: RotaryConfig | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What genai_config.json must say of the model: its tokens, and how many positions it has."""
 
     def names(self, weight: str) -> list[str]:
         """The stored tensors of a weight, as the checkpoint spells them; none when it does not have it."""

@@ -12,10 +12,10 @@ from waybill.errors import BadPackage, Refused, WaybillError
 from waybill.onnx import require
 from waybill.onnx.verify.described import check_description
 from waybill.onnx.verify.digests import check_digests
-from waybill.onnx.verify.entries import PackageEntries, read_entries
+from waybill.onnx.verify.entries import Entry, PackageEntries, read_entries
 from waybill.onnx.verify.origin import Origin
 from waybill.onnx.verify.proof import prove, unaccounted
-from waybill.onnx.verify.structure import examine, locate
+from waybill.onnx.verify.structure import examine, locate, overlaps
 from waybill.onnx.verify.trial import CPU, provider_for, run_steps
 
 Progress = Callable[[int], None]
@@ -71,10 +71,12 @@ def verify_package(folder: str | Path, origin: Origin | None, progress: Progress
     every = {entry.place: entry for c in package.components.values() for entry in c.initializers.values()}
     report.initializers, report.data_bytes = len(every), package.nbytes
     wrong: dict[str, list[WaybillError]] = {}
+    readable: list[Entry] = []
     for name, component in package.components.items():
         clock = time.perf_counter()
         found, sound = examine(package.root, component)
         found += check_digests(package.root, sound, progress)
+        readable += sound
         clock = _lap(report, "digests", clock)
         if origin is not None:
             compared, differ = prove(package.root, component, sound, origin, progress)
@@ -82,12 +84,12 @@ def verify_package(folder: str | Path, origin: Origin | None, progress: Progress
             report.weights = (report.weights or 0) + compared
             _lap(report, "checkpoint", clock)
         wrong[name] = found
-    whole: list[WaybillError] = []
+    whole = list(overlaps(readable))
     if origin is not None:
         whole += unaccounted(package, origin)
         report.sources = len({source for component in package.components.values() for source in component.sources})
     if not whole and not any(wrong.values()):
-        whole += check_description(package)
+        whole += check_description(package, origin.facts if origin is not None else {})
     for name, component in package.components.items():
         clock = time.perf_counter()
         if whole or wrong[name]:

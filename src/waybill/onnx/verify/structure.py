@@ -26,6 +26,12 @@ DTYPES = {int(dtype): tag for dtype, tag in TAGS.items()}
 AGAIN = "export the package again"
 
 
+MOST_INTEGERS = 8
+"""Of an attribute: axes, or padding before and after four of them."""
+LONGEST_TEXT = 64
+"""Of an attribute, in bytes: the name of a way to compute something."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """One external tensor as the graph states it."""
@@ -43,7 +49,7 @@ class Reference:
 
 
 def examine(root: Path, component: ComponentEntries) -> tuple[list[WaybillError], list[Entry]]:
-    """Everything that does not agree, and the entries whose bytes are there to be read."""
+    """Everything of one component that does not agree, and the entries whose bytes are there to be read."""
     problems: list[WaybillError] = []
     try:
         model = _graph(root, component, problems)
@@ -51,9 +57,7 @@ def examine(root: Path, component: ComponentEntries) -> tuple[list[WaybillError]
         problems.append(error)
     else:
         problems += _compare(model, component)
-    sound = list(_present(root, component.initializers, problems))
-    problems += _overlaps(sound)
-    return problems, sound
+    return problems, list(_present(root, component.initializers, problems))
 
 
 def locate(root: Path, file: str) -> Path:
@@ -172,7 +176,9 @@ def _hidden_in(nodes: Iterable[onnx.NodeProto], *, branches: bool) -> Iterator[s
                 if not inner.initializer and not inner.sparse_initializer:
                     continue
             one = any(attribute.HasField(field) for field in ("t", "g", "sparse_tensor"))
-            if one or attribute.tensors or attribute.graphs or attribute.sparse_tensors:
+            many = attribute.tensors or attribute.graphs or attribute.sparse_tensors
+            values = attribute.floats or attribute.strings or len(attribute.ints) > MOST_INTEGERS
+            if one or many or values or len(attribute.s) > LONGEST_TEXT:
                 yield f"{node.name}.{attribute.name}"
 
 
@@ -218,8 +224,8 @@ def _present(root: Path, entries: Mapping[str, Entry], problems: list[WaybillErr
         yield entry
 
 
-def _overlaps(entries: list[Entry]) -> Iterator[WaybillError]:
-    """Two initializers may be the same bytes, but not share some of them."""
+def overlaps(entries: Iterable[Entry]) -> Iterator[WaybillError]:
+    """Two initializers may be the same bytes, but not share some of them, in whichever components they are."""
     unique = {(entry.file, entry.offset, entry.end): entry for entry in entries if entry.nbytes}
     furthest: Entry | None = None
     for _, entry in sorted(unique.items()):
