@@ -86,9 +86,7 @@ def qwen2(dtype: Any = BF16, **config: Any) -> Recipe:
     """F-QWEN2: biases on q, k and v that the config does not mention."""
     recipe = _decoder("Qwen2ForCausalLM", "qwen2", 16, dtype, config)
     for layer in range(recipe.config["num_hidden_layers"]):
-        for member in "qkv":
-            rows = recipe.tensors[f"model.layers.{layer}.self_attn.{member}_proj.weight"].shape[0]
-            recipe.tensors[f"model.layers.{layer}.self_attn.{member}_proj.bias"] = _random(dtype, rows)
+        _add_biases(recipe, f"model.layers.{layer}", dtype)
     return recipe
 
 
@@ -102,23 +100,51 @@ def qwen3_moe(dtype: Any = BF16, *, banks: bool = False, **config: Any) -> Recip
     moe = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
            "norm_topk_prob": True, "tie_word_embeddings": False}  # fmt: skip
     recipe = _decoder("Qwen3MoeForCausalLM", "qwen3_moe", 32, dtype, moe | config)
-    experts, inner = recipe.config["num_experts"], recipe.config["moe_intermediate_size"]
     for layer in range(recipe.config["num_hidden_layers"]):
-        mlp = f"model.layers.{layer}.mlp"
-        for projection in ("gate", "up", "down"):
-            del recipe.tensors[f"{mlp}.{projection}_proj.weight"]
-        recipe.tensors[f"{mlp}.gate.weight"] = _random(dtype, experts, HIDDEN)
-        gate_up = _random(dtype, experts, 2 * inner, HIDDEN)
-        down = _random(dtype, experts, HIDDEN, inner)
-        if banks:
-            recipe.tensors[f"{mlp}.experts.gate_up_proj"] = gate_up
-            recipe.tensors[f"{mlp}.experts.down_proj"] = down
-            continue
-        for e in range(experts):
-            recipe.tensors[f"{mlp}.experts.{e}.gate_proj.weight"] = gate_up[e, :inner]
-            recipe.tensors[f"{mlp}.experts.{e}.up_proj.weight"] = gate_up[e, inner:]
-            recipe.tensors[f"{mlp}.experts.{e}.down_proj.weight"] = down[e]
+        _replace_by_experts(recipe, f"model.layers.{layer}.mlp", dtype, banks)
     return recipe
+
+
+def qwen2_moe(dtype: Any = BF16, *, banks: bool = False, **config: Any) -> Recipe:
+    """F-Q2MOE: 4 experts, 2 a token, and a shared one of 48 behind a gate; biases on q, k and v."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False,
+           "shared_expert_intermediate_size": 48}  # fmt: skip
+    recipe = _decoder("Qwen2MoeForCausalLM", "qwen2_moe", 16, dtype, moe | config)
+    inner = recipe.config["shared_expert_intermediate_size"]
+    for layer in range(recipe.config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        _add_biases(recipe, path, dtype)
+        if layer in recipe.config.get("mlp_only_layers", ()):
+            continue
+        _replace_by_experts(recipe, f"{path}.mlp", dtype, banks)
+        shared = {"gate_proj": (inner, HIDDEN), "up_proj": (inner, HIDDEN), "down_proj": (HIDDEN, inner)}
+        names = {f"shared_expert.{name}": shape for name, shape in shared.items()} | {"shared_expert_gate": (1, HIDDEN)}
+        recipe.tensors |= {f"{path}.mlp.{name}.weight": _random(dtype, *shape) for name, shape in names.items()}
+    return recipe
+
+
+def _add_biases(recipe: Recipe, path: str, dtype: Any) -> None:
+    for member in "qkv":
+        rows = recipe.tensors[f"{path}.self_attn.{member}_proj.weight"].shape[0]
+        recipe.tensors[f"{path}.self_attn.{member}_proj.bias"] = _random(dtype, rows)
+
+
+def _replace_by_experts(recipe: Recipe, mlp: str, dtype: Any, banks: bool) -> None:
+    """A router and its experts in the place of a dense network."""
+    experts, inner = recipe.config["num_experts"], recipe.config["moe_intermediate_size"]
+    for projection in ("gate", "up", "down"):
+        del recipe.tensors[f"{mlp}.{projection}_proj.weight"]
+    recipe.tensors[f"{mlp}.gate.weight"] = _random(dtype, experts, HIDDEN)
+    gate_up = _random(dtype, experts, 2 * inner, HIDDEN)
+    down = _random(dtype, experts, HIDDEN, inner)
+    if banks:
+        recipe.tensors[f"{mlp}.experts.gate_up_proj"] = gate_up
+        recipe.tensors[f"{mlp}.experts.down_proj"] = down
+        return
+    for e in range(experts):
+        recipe.tensors[f"{mlp}.experts.{e}.gate_proj.weight"] = gate_up[e, :inner]
+        recipe.tensors[f"{mlp}.experts.{e}.up_proj.weight"] = gate_up[e, inner:]
+        recipe.tensors[f"{mlp}.experts.{e}.down_proj.weight"] = down[e]
 
 
 def per_layer(recipe: Recipe, size: int = 32, rows: int | None = None) -> Recipe:

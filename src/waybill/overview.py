@@ -156,7 +156,9 @@ def _text_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
     yield "sizes", _plain(sizes)
     if config.is_moe:
         inner = config.moe_intermediate_size
-        yield "experts", f"{config.num_experts}, {config.num_experts_per_tok} a token, intermediate {inner}"
+        shared = config.shared_expert_intermediate_size
+        also = f", and one of {shared} for every token" if shared else ""
+        yield "experts", f"{config.num_experts}, {config.num_experts_per_tok} a token, intermediate {inner}{also}"
     rotary = config.rotary_config
     numbers = {k: v for k, v in (rotary.scaling or {}).items() if k != "rope_type"}
     scaling = f", {rotary.rope_type} {_plain(numbers)}" if numbers else ""
@@ -177,6 +179,7 @@ def _sizes(config: ModelConfig, bill: Plan) -> dict[str, Any]:
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
         "moe_intermediate_size": config.moe_intermediate_size,
+        "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "max_position_embeddings": rotary.max_position,
         "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
         "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[bill.dtype] // 8),

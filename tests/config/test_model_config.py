@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from checkpoints import llama, qwen2, qwen3, qwen3_moe
+from checkpoints import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from waybill.config import ModelConfig, read_model_config
 from waybill.config.architectures import ARCHITECTURES
 from waybill.errors import Refused, WaybillError
 
-RECIPES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
+RECIPES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe}
 CONFIGS = {name: recipe().config for name, recipe in RECIPES.items()}
 
 
@@ -141,6 +141,7 @@ def test_a_dtype_no_model_runs_in_is_said(dtype: Any) -> None:
 INTEGERS = {
     "llama": ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size",
               "vocab_size", "max_position_embeddings", "head_dim"],
+    "qwen2_moe": ["shared_expert_intermediate_size", "moe_intermediate_size"],
     "qwen3_moe": ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
                   "num_nextn_predict_layers"],
 }  # fmt: skip

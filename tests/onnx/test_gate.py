@@ -81,16 +81,16 @@ WIDTHS = ("expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bit
 
 def experts(up: int, down: int) -> Recipe:
     """Experts whose banks have these bits."""
-    recipe = lively(qwen3_moe(np.float32))
+    recipe = lively(qwen3_moe(np.float32, moe_intermediate_size=64))
     downs = [n.removesuffix(".weight") for n in recipe.tensors if n.endswith("down_proj.weight")]
-    return pack(recipe, Scheme("olive", up, 16), overrides={name: {"bits": down} for name in downs}).packed
+    return pack(recipe, Scheme("olive", up, 32), overrides={name: {"bits": down} for name in downs}).packed
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("ep", ["cpu", "cuda"])
 def test_equal_banks_have_one_number_of_bits(bits: int, ep: str, tmp_path: Path) -> None:
     part = component(experts(bits, bits), tmp_path, ep=ep, dtype="float16")
-    assert attributes(part, "QMoE", *WIDTHS, "block_size", "weights_prepacked") == {(bits, None, None, 16, 0)}
+    assert attributes(part, "QMoE", *WIDTHS, "block_size", "weights_prepacked") == {(bits, None, None, 32, 0)}
 
 
 @pytest.mark.parametrize(("up", "down"), [(4, 8), (8, 4), (2, 4)])

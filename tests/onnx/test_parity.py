@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import waybill
-from checkpoints import Array, Recipe, lively, llama, qwen2, qwen3, qwen3_moe
+from checkpoints import Array, Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from packing import HEAD, TABLE, Scheme, Twins, pack
 from parity.tolerances import (
     LOGITS_FLOAT16_ONNX,
@@ -34,12 +34,18 @@ MODELS: dict[str, Callable[[], Recipe]] = {
     "qwen2": lambda: lively(qwen2(np.float32), 1),
     "qwen2-tied": lambda: lively(qwen2(np.float32, tie_word_embeddings=True), 6),
     "qwen3": lambda: lively(qwen3(np.float32), 2),
+    "qwen2-moe": lambda: lively(qwen2_moe(np.float32, shared_expert_intermediate_size=64), 8),
+    "qwen2-moe-all-experts": lambda: lively(
+        qwen2_moe(np.float32, shared_expert_intermediate_size=64, num_experts_per_tok=4), 8
+    ),
+    "qwen2-moe-banks-one-dense-layer": lambda: lively(qwen2_moe(np.float32, banks=True, mlp_only_layers=[0]), 8),
+    "qwen2-moe-renormalized": lambda: lively(qwen2_moe(np.float32, norm_topk_prob=True), 8),
     "qwen3-moe": lambda: lively(qwen3_moe(np.float32), 3),
     "qwen3-moe-plain-weights": lambda: lively(qwen3_moe(np.float32, norm_topk_prob=False), 7),
     "qwen3-moe-all-experts": lambda: lively(qwen3_moe(np.float32, num_experts_per_tok=4), 3),
     "qwen3-moe-banks": lambda: lively(qwen3_moe(np.float32, banks=True), 4),
 }
-FOUR = ("llama", "qwen2", "qwen3", "qwen3-moe")
+KINDS = ("llama", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe")
 SCHEMES = [
     Scheme("gptq"),
     Scheme("gptq", bits=2, group=32),
@@ -178,9 +184,9 @@ def test_layers_with_experts_and_without_may_follow_each_other(scheme: Scheme | 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_package_speaks_as_the_engine_does(kind: str, scheme: Scheme, tmp_path: Path) -> None:
-    if kind == "qwen3-moe" and scheme.bits == 8:
+    if "moe" in kind and scheme.bits == 8:
         checkpoint = pack(MODELS[every_expert(kind)](), scheme).packed.write(tmp_path / "checkpoint")
         assert_rounds_to_8_bits(checkpoint, tmp_path / "package", exact=True)  # as its operator always does
         return
@@ -275,13 +281,13 @@ def assert_rounds_to_8_bits(checkpoint: Path, folder: Path, **options: object) -
 
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if (s.bits, s.group) != (2, 16)], ids=str)
-@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fast_kernels_round_activations_and_nothing_else(kind: str, scheme: Scheme, tmp_path: Path) -> None:
     checkpoint = pack(MODELS[every_expert(kind)](), scheme).packed.write(tmp_path / "checkpoint")
     assert_rounds_to_8_bits(checkpoint, tmp_path / "package")
 
 
-@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_float16_package_rounds_as_a_float_one_does(kind: str, tmp_path: Path) -> None:
     checkpoint = pack(MODELS[kind](), Scheme("gptq")).packed.write(tmp_path / "checkpoint")
     package = export(checkpoint, tmp_path / "package", dtype="float16", exact=True, logits="all")

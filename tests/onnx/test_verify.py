@@ -16,7 +16,7 @@ import pytest
 from blake3 import blake3
 
 import waybill
-from checkpoints import BF16, Recipe, llama, qwen2, qwen3, qwen3_moe
+from checkpoints import BF16, Recipe, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from commands import Capture, Patch, run
 from packing import Scheme, pack
 from waybill.codecs import awq, decoders, gptq
@@ -93,6 +93,7 @@ FAMILIES = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen2-moe": lambda dtype: qwen2_moe(dtype, shared_expert_intermediate_size=64),
     "qwen3-moe": qwen3_moe,
     "qwen3-moe banks": lambda dtype: qwen3_moe(dtype, banks=True),
 }

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import waybill
-from checkpoints import Recipe, lively, llama, qwen2, qwen3, qwen3_moe
+from checkpoints import Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from packing import HEAD, Scheme, Twins, pack, unpack
 from parity.tolerances import LOGITS_FLOAT32
 from waybill.engine.context import Batch, get_global_ctx
@@ -31,6 +31,7 @@ MODELS: dict[str, Callable[[], Recipe]] = {
     "llama": lambda: lively(llama(np.float32)),
     "qwen2": lambda: lively(qwen2(np.float32), 1),
     "qwen3": lambda: lively(qwen3(np.float32), 2),
+    "qwen2-moe": lambda: lively(qwen2_moe(np.float32, shared_expert_intermediate_size=64), 8),
     "qwen3-moe": lambda: lively(qwen3_moe(np.float32), 3),
 }
 SCHEMES = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import LAYERS, Recipe, lively, llama, qwen2, qwen3, qwen3_moe
+from checkpoints import LAYERS, Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from packed.tp_worker import play
 from packing import Scheme, Twins, pack
 from parity.tolerances import LOGITS_FLOAT32_RANKS
@@ -38,6 +38,13 @@ CASES: dict[str, Callable[[], Twins]] = {
     "gptq-2-bit-last-group-short": lambda: pack(lively(llama(np.float32)), Scheme("gptq", bits=2, group=64)),
     "gptq-one-kv-head": lambda: pack(lively(qwen3(np.float32, num_key_value_heads=1)), Scheme("gptq")),
     "gptq-experts": lambda: pack(lively(qwen3_moe(np.float32)), Scheme("gptq", group=16)),
+    "gptq-shared-expert": lambda: pack(
+        lively(qwen2_moe(np.float32, shared_expert_intermediate_size=64)), Scheme("gptq", group=16)
+    ),
+    "olive-shared-expert-float": lambda: pack(
+        lively(qwen2_moe(np.float32, banks=True, shared_expert_intermediate_size=64)), Scheme("olive", bits=8),
+        keep=[f"model.layers.{n}.mlp.shared_expert.{p}_proj" for n in range(2) for p in ("gate", "up", "down")],
+    ),
     "gptq-half-a-word": lambda: pack(narrow_heads(), Scheme("gptq"), keep=OUT),
     "awq-half-a-word": lambda: pack(narrow_heads(), Scheme("awq"), keep=OUT),
     "auto-round": lambda: pack(lively(qwen2(np.float32)), Scheme("auto_round", symmetric=True)),

@@ -24,6 +24,7 @@ from checkpoints import (
     lively,
     llama,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     write_tokenizer,
@@ -100,6 +101,8 @@ CASES: dict[str, Callable[[], Recipe]] = {
     "moe": lambda: lively(fine()),
     "moe-banks": lambda: lively(fine(banks=True)),
     "moe-square-banks": lambda: lively(qwen3_moe(np.float32, banks=True)),
+    "moe-shared-expert": lambda: lively(qwen2_moe(np.float32)),
+    "moe-shared-expert-banks-one-dense-layer": lambda: lively(qwen2_moe(np.float32, banks=True, mlp_only_layers=[0])),
     "moe-one-dense-layer": lambda: lively(one_dense_layer()),
 }
 SIZES = (2, 4)

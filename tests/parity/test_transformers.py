@@ -38,6 +38,9 @@ SIZES = {
 }
 MOE = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
+SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 4,
+          "num_experts_per_tok": 2, "norm_topk_prob": False}  # fmt: skip
+
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
@@ -82,6 +85,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-one-kv-head": ("qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
     "qwen3-odd-heads": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}),
     "qwen3-linear": ("qwen3", {"head_dim": 16} | rope("linear", factor=2.0)),
+    "qwen2_moe": ("qwen2_moe", SHARED),
+    "qwen2_moe-renormalized": ("qwen2_moe", SHARED | {"norm_topk_prob": True}),
+    "qwen2_moe-tied": ("qwen2_moe", SHARED | {"tie_word_embeddings": True}),
+    "qwen2_moe-no-biases": ("qwen2_moe", SHARED | {"qkv_bias": False}),
+    "qwen2_moe-every-second-layer": ("qwen2_moe", SHARED | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen2_moe-one-dense-layer": ("qwen2_moe", SHARED | {"mlp_only_layers": [1], "num_hidden_layers": 3}),
+    "qwen2_moe-square-banks": ("qwen2_moe", SHARED | {"moe_intermediate_size": 32}),
     "qwen3_moe": ("qwen3_moe", MOE),
     "qwen3_moe-plain-weights": ("qwen3_moe", MOE | {"norm_topk_prob": False}),
     "qwen3_moe-tied": ("qwen3_moe", MOE | {"tie_word_embeddings": True}),
@@ -92,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-one-dense-layer": ("qwen3_moe", MOE | {"mlp_only_layers": [1], "num_hidden_layers": 3}),
     "qwen3_moe-square-banks": ("qwen3_moe", MOE | {"moe_intermediate_size": 32}),  # 2I == H: no shape tells them apart
 }
-BANKED = [name for name, (kind, _) in CASES.items() if kind == "qwen3_moe"]
+BANKED = [name for name, (kind, _) in CASES.items() if kind.endswith("_moe")]
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,7 @@ def test_experts_stored_as_banks_are_the_same_experts(case: str, tmp_path: Path)
     assert_same_model(waybill.load(hub(case, tmp_path, banks=True)), reference(case))
 
 
-@pytest.mark.parametrize("case", ["llama-yarn", "qwen2", "qwen3-tied", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["llama-yarn", "qwen2", "qwen3-tied", "qwen2_moe", "qwen3_moe"])
 def test_prefill_in_pieces_and_decode_give_the_logits_of_every_position(case: str, tmp_path: Path) -> None:
     model, tokens = waybill.load(hub(case, tmp_path)), reference(case).prompts[0]
     theirs, kv_cache, done = their_logits(reference(case).model, tokens), cache_for(model, 1, len(tokens)), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +62,15 @@ def _package_facts(bill: Plan) -> dict[str, Any]:
     return {"free_disk_bytes": shutil.disk_usage(Path.cwd()).free, "providers": providers}
 
 
+def _verdict(verdict: Mapping[str, Any]) -> str:
+    """What one provider can, in a line."""
+    if not verdict["runs"]:
+        return "; ".join(verdict["because"])
+    scratch, options = verdict.get("scratch_bytes"), verdict.get("options", {})
+    unpacks = f"; unpacks a layer's experts into {size(scratch)} of its memory" if scratch else ""
+    return f"can run it{unpacks}" + "".join(f"; set {name} to {value} or more" for name, value in options.items())
+
+
 def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
     from waybill.plan.fold import fold
 
@@ -76,7 +86,7 @@ def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
         if extra:
             rows.append(("free disk", f"{size(extra['free_disk_bytes'])} here"))
             for name, verdict in extra["providers"].items():
-                rows.append((name, "can run it" if verdict["runs"] else "; ".join(verdict["because"])))
+                rows.append((name, _verdict(verdict)))
         else:
             rows.append(("ranks", f"{bill.tp}; this is the bill of rank {bill.rank}"))
         write_table(rows)

@@ -87,7 +87,7 @@ def _packed(
     module = name.removesuffix(".weight")
     config = policy.of(module)
     if config is None:
-        problems.append(_float_by_policy(policy.naming.place(name), sidecars, policy.reason(module)))
+        problems.append(_float_by_policy(name, sidecars, policy))
         return None
     codec = CODECS[config.method]
     if found := codec.check(name, sidecars, config):
@@ -137,11 +137,15 @@ def _both(name: str, sidecars: Mapping[str, TensorHeader], plain: TensorHeader) 
     )
 
 
-def _float_by_policy(place: str, sidecars: Mapping[str, TensorHeader], reason: str) -> WaybillError:
+def _float_by_policy(name: str, sidecars: Mapping[str, TensorHeader], policy: Policy) -> WaybillError:
+    module = name.removesuffix(".weight")
+    always = policy.keeps_float(module)
     return PackingMismatch(
-        "a weight is packed on disk, and float by the metadata",
-        where=f"{place} ({next(iter(sidecars.values())).file})",
-        expected=f"a float weight, by {reason}",
+        f"a weight is packed on disk, and float by the {'model' if always else 'metadata'}",
+        where=f"{policy.naming.place(name)} ({next(iter(sidecars.values())).file})",
+        expected=f"a float weight, by {policy.reason(module)}",
         found=_names(sidecars),
-        fix="correct the quantization metadata, or use the weights it belongs to",
+        fix="use an export that leaves this module float; no metadata makes it a packed one"
+        if always
+        else "correct the quantization metadata, or use the weights it belongs to",
     )

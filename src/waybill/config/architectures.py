@@ -21,7 +21,8 @@ class Architecture:
     qk_norm: bool = False
     """Per-head RMS norms on q and k, before the rotary embedding."""
     qkv_bias: bool | None = None
-    """Fixed by the architecture, or None: the config's attention_bias decides, for q, k, v and o alike."""
+    """Fixed by the architecture, or None: the config decides, by attention_bias for q, k, v and o alike, or by a field
+    qkv_bias of its own for q, k and v."""
     mlp_bias: bool = False
     """Whether the config field mlp_bias exists."""
     moe: bool = False
@@ -81,6 +82,29 @@ ARCHITECTURES = {
             qk_norm=True,
             sliding_window=True,
             defaults=_QWEN_DENSE | {"head_dim": 128, "attention_bias": False},
+        ),
+        Architecture(
+            name="Qwen2MoeForCausalLM",
+            model_type="qwen2_moe",
+            moe=True,
+            sliding_window=True,
+            defaults=_QWEN
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "decoder_sparse_step": 1,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": False,
+                "mlp_only_layers": (),
+            },
         ),
         Architecture(
             name="Qwen3MoeForCausalLM",

@@ -22,7 +22,7 @@ from waybill.errors import (
 _ENDING = "ForCausalLM"
 _WORTH_A_LINE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
+    "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
 )  # fmt: skip
 """Fields whose class default, when config.json omits them, is easily not what the model was trained with."""
 _SHAPING = {key for row in ARCHITECTURES.values() for key in row.defaults} | {
@@ -64,6 +64,8 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    """Of the expert that every token goes to beside those its router picks; 0 where there is none."""
     norm_topk_prob: bool = False
     mlp_only_layers: tuple[int, ...] = ()
     decoder_sparse_step: int = 1
@@ -114,6 +116,7 @@ class ModelConfig:
             sizes["intermediate_size"] = self.intermediate_size
         if self.is_moe:
             sizes["moe_intermediate_size"] = self.moe_intermediate_size
+            sizes["shared_expert_intermediate_size"] = self.shared_expert_intermediate_size  # 0 divides
         obstacles = [f"{name} {size} is not divisible by {tp}" for name, size in sizes.items() if size % tp]
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
             obstacles.append(f"num_key_value_heads {self.num_kv_heads} neither divides {tp} nor is divided by it")
@@ -210,7 +213,10 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
     head_dim = fields.integer("head_dim") if has_head_dim else max(hidden // heads, 1)
     has_kv_heads = fields.stated("num_key_value_heads") or "num_key_value_heads" in architecture.defaults
     config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
+    # A field for q, k and v alone, or the architecture's own answer, goes before the one that speaks of all four.
+    qkv_bias = fields.boolean("qkv_bias") if "qkv_bias" in architecture.defaults else architecture.qkv_bias
     moe = architecture.moe
+    shared = "shared_expert_intermediate_size"
     vocab_size = fields.integer("vocab_size")
     per_layer_size, per_layer_rows = _per_layer_table(fields, vocab_size)
     return ModelConfig(
@@ -225,7 +231,7 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         rotary_config=read_rotary(fields, head_dim, notices),
         hidden_act=fields.text("hidden_act"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings") or _tied_by_quantizer(fields.raw),
-        attention_bias=config_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        attention_bias=config_bias if qkv_bias is None else qkv_bias,
         model_type=architecture.model_type,
         architectures=[architecture.name],
         dtype=read_dtype(fields, notices),
@@ -235,6 +241,7 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         num_experts=fields.integer("num_experts", low=0, high=LARGEST_COUNT, alias="num_local_experts") if moe else 0,
         num_experts_per_tok=fields.integer("num_experts_per_tok", high=LARGEST_COUNT) if moe else 0,
         moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
+        shared_expert_intermediate_size=fields.integer(shared) if shared in architecture.defaults else 0,
         norm_topk_prob=moe and fields.boolean("norm_topk_prob"),
         mlp_only_layers=fields.integers("mlp_only_layers") if moe else (),
         decoder_sparse_step=fields.integer("decoder_sparse_step") if moe else 1,

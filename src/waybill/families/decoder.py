@@ -1,6 +1,6 @@
 """Decoder-only language models: names on disk, components, and every parameter, declared once for all targets.
 
-Llama, Qwen2, Qwen3 and Qwen3-MoE store one tensor per projection under the names quantizers speak, so most rules are
+Llama, Qwen2, Qwen3 and their MoEs store one tensor per projection under the names quantizers speak, so most rules are
 silent identities. Shapes follow Hugging Face: a linear weight is [out, in]. Merged members lie in the order in which
 the layer splits its output: q, k, v and gate, up. The same decoder inside a larger model has another root.
 """
@@ -23,12 +23,19 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 TEXT_GENERATION = Task(name="text-generation", components={"decoder": ""}, roles={"decoder": "decoder"})
 """One component, which is the whole model."""
+_METHODS = frozenset(("gptq", "awq", "olive", "auto-round", "compressed-tensors"))
 _RECOMPUTED = "recomputed from the config"
 
 
 def decoder_components(hf_config: Mapping[str, Any]) -> ComponentManifest:
     """A text model is a package of one component, which owns every weight."""
-    return resolve_components(TEXT_GENERATION, {"decoder": ("",)}, hf_config=hf_config)
+    excluded = {"decoder": decoder_exclusions()}
+    return resolve_components(TEXT_GENERATION, {"decoder": ("",)}, excluded_methods=excluded, hf_config=hf_config)
+
+
+def decoder_exclusions(root: str = ROOT) -> dict[str, frozenset[str]]:
+    """Routers and the gates of shared experts: no method packs them, whatever metadata says."""
+    return {f"{root}.layers.*.mlp.{gate}": _METHODS for gate in ("gate", "shared_expert_gate")}
 
 
 def decoder_module_kind(module: str) -> str:
@@ -63,6 +70,7 @@ def decoder_merges(root: str = ROOT) -> list[Move]:
     return [
         *(Move(f"{attention}.{{q|k|v}}_proj.{leaf}", f"{attention}.qkv_proj.{leaf}") for leaf in leaves),
         *(Move(f"{mlp}.{{gate|up}}_proj.{leaf}", f"{mlp}.gate_up_proj.{leaf}") for leaf in leaves),
+        Move(f"{mlp}.shared_expert.{{gate|up}}_proj.weight", f"{mlp}.shared_expert.gate_up_proj.weight"),
         Move(mlp + ".experts.{e}.{gate|up}_proj.weight", f"{mlp}.experts.gate_up_proj"),
         Move(mlp + ".experts.{e}.down_proj.weight", f"{mlp}.experts.down_proj"),
     ]
@@ -105,7 +113,7 @@ class _Blueprint:
             yield self._vector(f"{path}.input_layernorm.weight", config.hidden_size, "hidden_size")
             yield from self._attention(f"{path}.self_attn")
             yield self._vector(f"{path}.post_attention_layernorm.weight", config.hidden_size, "hidden_size")
-            yield from self._experts(f"{path}.mlp") if config.is_moe_layer(layer) else self._mlp(f"{path}.mlp")
+            yield from self._feed_forward(f"{path}.mlp", moe=config.is_moe_layer(layer))
             if config.hidden_size_per_layer_input:
                 yield from self._per_layer_block(path)
         yield self._vector(f"{root}.norm.weight", config.hidden_size, "hidden_size")
@@ -136,12 +144,23 @@ class _Blueprint:
             yield self._vector(f"{path}.q_norm.weight", head_dim, "head_dim")
             yield self._vector(f"{path}.k_norm.weight", head_dim, "head_dim")
 
-    def _mlp(self, path: str) -> Iterator[ParameterSpec]:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        basis = f"intermediate_size {inner}, hidden_size {hidden}"
+    def _feed_forward(self, path: str, *, moe: bool) -> Iterator[ParameterSpec]:
+        config = self.config
+        if not moe:
+            yield from self._mlp(path, "intermediate_size", config.intermediate_size)
+            return
+        yield from self._experts(path)
+        if inner := config.shared_expert_intermediate_size:
+            yield from self._mlp(f"{path}.shared_expert", "shared_expert_intermediate_size", inner)
+            gate = Part((1, config.hidden_size), None, f"one gate, hidden_size {config.hidden_size}")
+            yield ParameterSpec(name=f"{path}.shared_expert_gate.weight", kind="router", parts=(gate,))
+
+    def _mlp(self, path: str, field: str, inner: int) -> Iterator[ParameterSpec]:
+        hidden = self.config.hidden_size
+        basis = f"{field} {inner}, hidden_size {hidden}"
         names = [f"{path}.{member}_proj" for member in ("gate", "up")]
         weights = dict.fromkeys(names, Part((inner, hidden), Shard(0), basis))
-        biases = dict.fromkeys(names, Part((inner,), Shard(0), f"intermediate_size {inner}"))
+        biases = dict.fromkeys(names, Part((inner,), Shard(0), f"{field} {inner}"))
         wanted = self.merges.gate_up
         yield from self._merged(f"{path}.gate_up_proj", weights, biases if self.config.mlp_bias else None, wanted)
         yield self._linear(f"{path}.down_proj", Part((hidden, inner), Shard(1), basis))

@@ -153,7 +153,8 @@ def _refuse(fields: Fields, key: str, expected: str, found: object) -> None:
 
 def llava_components(hf_config: Mapping[str, Any]) -> ComponentManifest:
     """The tower with its projector, the table of the tokens, and the language model that is given both."""
-    return resolve_components(TASK, SOURCES, aliases=multimodal.ALIASES, hf_config=hf_config)
+    aliases, excluded = multimodal.ALIASES, multimodal.EXCLUSIONS
+    return resolve_components(TASK, SOURCES, aliases=aliases, excluded_methods=excluded, hf_config=hf_config)
 
 
 def llava_rules(config: LlavaConfig) -> RuleTable:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from waybill.config import ModelConfig
-from waybill.families.decoder import decoder_merges, decoder_module_kind, decoder_parameters, decoder_rules
+from waybill.families.decoder import (
+    decoder_exclusions,
+    decoder_merges,
+    decoder_module_kind,
+    decoder_parameters,
+    decoder_rules,
+)
 from waybill.manifest.naming import Spelling
 from waybill.plan.parameter import Merges, Packing, ParameterSpec
 from waybill.rules import Drop, DropUnder, Move, RuleTable
@@ -22,6 +28,7 @@ ALIASES = {"decoder": {"lm_head": "lm_head"}}
 HUB, TRANSFORMERS_5, TRANSFORMERS_4 = "the hub", "transformers 5", "modules of transformers 4"
 """Whose names differ. Files of the hub keep those of the classes that first wrote them."""
 EVERY_FILE = f"{HUB}, {TRANSFORMERS_5}"
+EXCLUSIONS = {"decoder": decoder_exclusions(ROOT)}
 SPELLINGS = (
     Spelling("language_model.model", ROOT, EVERY_FILE),
     Spelling("language_model.lm_head", "lm_head", EVERY_FILE),

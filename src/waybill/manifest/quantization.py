@@ -67,6 +67,11 @@ class Policy:
         whole = reason != MODEL_WIDE or self.naming.components.only is not None
         return reason if whole else f"the layout of {self.naming.component(module)}"
 
+    def keeps_float(self, module: str) -> bool:
+        """Whether the model itself keeps a stored module float, under the method its component is packed by."""
+        plan = self.plan_of(module)
+        return plan is not None and self._excluded(module, plan.layout.method)
+
     def _excluded(self, module: str, method: str) -> bool:
         owner = self.naming.components.owner_of(self.naming.runtime(module))
         return owner is not None and owner.excludes(self.naming.runtime(module), method)

@@ -1,10 +1,12 @@
 """Which execution providers can run a package, and why the others cannot: facts about operators, in one place.
 
-Measured with ONNX Runtime 1.32 on the CPU; what is said of CUDA is read from its operators' type constraints.
+Measured with ONNX Runtime 1.32 on the CPU; what is said of CUDA is read from its operators' type constraints, and of
+experts from the limits its kernels state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,18 +21,23 @@ MOST_POSITIONS = 1 << 22
 """Tables of rotary angles are made in memory, and are part of the package: a gigabyte each at 128 a head."""
 MIXED_WIDTHS = {(2, 4), (4, 8), (8, 4)}
 """Bits of an expert's two banks that QMoE has attributes for."""
+SCRATCH = "ep.cuda.qmoe_int_dequant_max_scratch_bytes"
+SCRATCH_LIMIT = 1 << 30
+"""Banks of unequal bits are unpacked, a layer at a time, into 16-bit floats: so many bytes unless it is told more."""
 
 
 def obstacles(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str) -> Iterator[tuple[str, str, str]]:
     """(where, what it can run, what the package would ask of it); nothing when it can run the package."""
     widths: dict[tuple[int, int], str] = {}
-    for first, second in _banks(specs):
-        if first.packing is not None and second.packing is not None:
-            widths.setdefault((first.packing.bits, second.packing.bits), first.name)
+    for pair in _banks(specs):
+        if len(bits := _widths(*pair)) == 2:
+            widths.setdefault((bits[0], bits[1]), pair[0].name)
     blocks = {spec.packing.group: spec.name for spec in reversed(specs) if spec.packing is not None}
     if blocks and (least := min(blocks)) < SMALLEST_GROUP:
         yield blocks[least], f"blocks of at least {SMALLEST_GROUP} that fill every row", f"blocks of {least}"
     yield from (_on_the_cpu if ep == "cpu" else _on_cuda)(config, widths, dtype)
+    if ep == "cuda":
+        yield from _unfit_bytes(specs)
 
 
 def _on_the_cpu(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) -> Iterator[tuple[str, str, str]]:
@@ -53,13 +60,38 @@ def _on_cuda(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) 
             yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
 
 
+def _unfit_bytes(specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, str, str]]:
+    """Banks of 8 bits that CUDA's kernel for them does not take."""
+    for bank in (bank for pair in _banks(specs) if _widths(*pair) == (8, 8) for bank in pair):
+        columns, group = bank.parts[0].shape[-1], bank.packing.group if bank.packing is not None else 0
+        if columns % 64 or group % 32:
+            found = f"rows of {columns} in blocks of {group}"
+            yield bank.name, "for experts of 8 bits, rows of a multiple of 64 in blocks of one of 32", found
+            return
+
+
+def scratch_bytes(specs: Sequence[ParameterSpec]) -> int:
+    """Bytes that CUDA unpacks the largest pair of banks of unequal bits into; 0 where all are equal."""
+    uneven = (pair for pair in _banks(specs) if len({*_widths(*pair)}) > 1)
+    return max((2 * sum(math.prod(bank.local_shape(0, 1)) for bank in pair) for pair in uneven), default=0)
+
+
 def verdicts(config: Config, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:
-    """Whether each execution provider can run such a package, and why not."""
+    """Whether each execution provider can run such a package, and why not; what it must be told where it can."""
     found: dict[str, dict[str, Any]] = {}
     for ep, provider in PROVIDERS.items():
         why = [f"{where}: needs {can}; found {asked}" for where, can, asked in obstacles(ep, config, specs, dtype)]
         found[provider] = {"runs": not why, **({"because": why} if why else {})}
+        if ep == "cuda" and not why and (nbytes := scratch_bytes(specs)):
+            found[provider]["scratch_bytes"] = nbytes
+            if nbytes > SCRATCH_LIMIT:
+                found[provider]["options"] = {SCRATCH: str(nbytes)}
     return found
+
+
+def _widths(*banks: ParameterSpec) -> tuple[int, ...]:
+    """Bits of packed banks."""
+    return tuple(bank.packing.bits for bank in banks if bank.packing is not None)
 
 
 def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:

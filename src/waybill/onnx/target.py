@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,15 +19,21 @@ from waybill.weights.lazy import Decoded
 
 LARGEST_BLOCK = {2: 256, 4: 1024, 8: 1024}
 """Elements of K a scale may cover, by bits: what the CPU kernels take. Blocks are powers of two."""
+LARGEST_UNEVEN_BLOCK = 256
+"""The same where an expert's two banks have unequal bits: what the kernel that unpacks both takes."""
 
 
 def in_blocks(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
     """The same parameters, whose groups become blocks the operators know: smaller groups say the same exactly."""
     blocks = {spec.name: _block(spec) for spec in specs if spec.packing is not None}
+    layers: dict[str, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
-        if spec.kind == "experts" and spec.name in blocks:  # one operator, one block size
-            layer = spec.name.rpartition(".")[0]
-            blocks[spec.name] = min(block for name, block in blocks.items() if name.startswith(f"{layer}."))
+        if spec.kind == "experts" and spec.name in blocks:
+            layers[spec.name.rpartition(".")[0]].append(spec)
+    for banks in layers.values():  # one operator, one block size
+        uneven = len({bank.packing.bits for bank in banks if bank.packing is not None}) > 1
+        most = LARGEST_UNEVEN_BLOCK if uneven else max(LARGEST_BLOCK.values())
+        blocks |= dict.fromkeys((bank.name for bank in banks), min(most, *(blocks[bank.name] for bank in banks)))
     return [_legal(spec, blocks[spec.name]) if spec.name in blocks else spec for spec in specs]
 
 

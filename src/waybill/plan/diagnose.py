@@ -29,7 +29,7 @@ from waybill.plan.family import Family
 from waybill.plan.parameter import Packing, ParameterSpec, Part
 from waybill.rules import RuleTable
 from waybill.rules.template import lift
-from waybill.weights import WeightRecord
+from waybill.weights import FloatWeight, WeightRecord
 from waybill.weights.affine import AffinePackedWeight
 
 FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
@@ -198,6 +198,9 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
         if weight.shape != part.shape:
             yield _shape(spec, part, weight.shape, header)
         if packed != (spec.packing is not None) or (packed and not _fits(weight, spec)):
+            if spec.stack:
+                yield _uneven(spec, slots, checkpoint)
+                return
             yield PackingMismatch(
                 "the parts of one parameter are packed differently",
                 where=f"{record.source_name} ({header.file}), for {spec.name}",
@@ -215,6 +218,30 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
             )
 
 
+def _uneven(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> WaybillError:
+    """A bank some of whose experts are packed otherwise than most; those are named."""
+    forms: dict[str, list[tuple[int, WeightRecord]]] = defaultdict(list)
+    for (expert, member), record in sorted(slots.items()):
+        if member < len(spec.parts):
+            forms[_form(record, checkpoint)].append((expert, record))
+    usual, *others = sorted(forms, key=lambda form: -len(forms[form]))
+    odd = [record for form in others for _, record in forms[form]]
+    names, files = ([*dict.fromkeys(values)] for values in ([r.source_name for r in odd], [r.file for r in odd]))
+    return PackingMismatch(
+        "experts of one bank are packed differently",
+        where=f"{some(names)} ({some(files)}), for {spec.name}",
+        expected=f"{usual}, as most of them" if others else describe_packing(spec.packing),
+        found="; ".join(f"expert {_numbers({e for e, _ in forms[form]})}: {form}" for form in others) or usual,
+        fix="use an export whose rules pack every expert of a layer alike: one operator computes them all",
+    )
+
+
+def _form(record: WeightRecord, checkpoint: Checkpoint) -> str:
+    """How a weight is stored, in words."""
+    packing = packing_of(record)
+    return describe_packing(packing) if packing else f"float, {checkpoint.tensors[record.tensors[0]].dtype}"
+
+
 def _fits(weight: object, spec: ParameterSpec) -> bool:
     return (
         isinstance(weight, AffinePackedWeight)
@@ -223,6 +250,15 @@ def _fits(weight: object, spec: ParameterSpec) -> bool:
         and weight.layout.group % spec.packing.group == 0  # smaller groups say the same
         and weight.scales.dtype == spec.packing.scale_dtype
     )
+
+
+def packing_of(record: WeightRecord) -> Packing | None:
+    """How a record is packed, or None when it is float."""
+    weight = record.storage
+    if isinstance(weight, FloatWeight):
+        return None
+    layout = weight.layout
+    return Packing(layout.bits, layout.group, weight.scales.dtype, weight.zero_points is not None, layout.symmetric)
 
 
 def describe_packing(packing: Packing | None) -> str:

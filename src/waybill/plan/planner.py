@@ -23,12 +23,13 @@ from waybill.manifest.quantization import Policy, unused_rules
 from waybill.plan import agreement, diagnose
 from waybill.plan.assemble import bind, file_order
 from waybill.plan.bill import Binding, Plan
+from waybill.plan.diagnose import packing_of
 from waybill.plan.family import Family
 from waybill.plan.parameter import Packing, ParameterSpec
 from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
-from waybill.weights import FloatWeight, WeightBundle, WeightRecord
+from waybill.weights import WeightBundle, WeightRecord
 from waybill.weights.record import bundled
 
 Slots = dict[tuple[int, int], WeightRecord]
@@ -187,15 +188,6 @@ def _adapt(bundle: WeightBundle, source: RuleTable, runtime: Callable[[str], str
                 routing.twice |= {first.source_name, piece.source_name}  # a bank beside its experts is one problem
                 routing.problems.append(_twice(name, first, piece))
             routing.records[name] = piece
-
-
-def packing_of(record: WeightRecord) -> Packing | None:
-    """How a record is packed, or None when it is float."""
-    weight = record.storage
-    if isinstance(weight, FloatWeight):
-        return None
-    layout = weight.layout
-    return Packing(layout.bits, layout.group, weight.scales.dtype, weight.zero_points is not None, layout.symmetric)
 
 
 def place(

@@ -39,9 +39,13 @@ class Linear(BaseOP):
 class RowParallelLinear(Linear):
     """y = Σ over ranks of x_local W_localᵀ, plus b once: W's columns are cut, and so is its input."""
 
+    def partial(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """[T, I_local] -> [T, O]: this rank's term of the sum, without b."""
+        return self.matrix.product(x_TI)
+
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """[T, I_local] -> [T, O], the same on every rank."""
-        y_TO = all_reduce(self.matrix.product(x_TI))
+        y_TO = all_reduce(self.partial(x_TI))
         return y_TO if self.bias is None else y_TO + self.bias
 
 

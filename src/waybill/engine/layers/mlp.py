@@ -1,4 +1,4 @@
-"""Feed-forward networks: SwiGLU (arXiv 2002.05202), dense or as a bank of routed experts."""
+"""Feed-forward networks: SwiGLU (arXiv 2002.05202), dense, as a bank of routed experts, or as both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class GatedMLP(BaseOP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down_proj.forward(silu_and_mul(project(self._gate_up, x)))
+        return self.down_proj.forward(self._inner(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of it, for who adds others before the sum over ranks; without the bias of down."""
+        return self.down_proj.partial(self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(project(self._gate_up, x))
 
 
 class Experts(BaseOP):
@@ -38,7 +45,7 @@ class Experts(BaseOP):
         self._experts = parameters.config.num_experts
 
     def forward(self, x_TH: torch.Tensor, weights_TS: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
-        """Σ over a token's S chosen experts of weight · expert(x); each expert that was chosen runs once."""
+        """This rank's term of Σ over a token's S chosen experts of weight · expert(x); each chosen one runs once."""
         out_TH = torch.zeros_like(x_TH)
         slots = chosen_TS.shape[1]
         order = chosen_TS.flatten().argsort(stable=True)
@@ -53,7 +60,7 @@ class Experts(BaseOP):
             hidden = silu_and_mul(_expert(self.gate_up_proj, expert, x_TH[tokens]))
             y = _expert(self.down_proj, expert, hidden) * weights_TS.flatten()[picks, None]
             out_TH.index_add_(0, tokens, y)
-        return all_reduce(out_TH)
+        return out_TH
 
 
 def _bank(parameters: Parameters, name: str) -> torch.Tensor | PackedMatrix:
@@ -66,11 +73,18 @@ def _expert(bank: torch.Tensor | PackedMatrix, index: int, x: torch.Tensor) -> t
 
 
 class MoEMLP(BaseOP):
-    """A router picks a few experts for each token; the router is replicated on every rank."""
+    """A router picks a few experts for each token; beside them there may be one that every token is given to.
+
+    Experts are cut as MLPs are, and summed over ranks once. The router is replicated on every rank, and so is the gate
+    of the shared expert: the sigmoid of one number a token, which scales that expert's output.
+    """
 
     def __init__(self, parameters: Parameters, path: str) -> None:
         self.gate = Linear(parameters, f"{path}.gate")
         self.experts = Experts(parameters, f"{path}.experts")
+        shared = parameters.config.shared_expert_intermediate_size > 0
+        self.shared_expert = GatedMLP(parameters, f"{path}.shared_expert") if shared else None
+        self.shared_expert_gate = Linear(parameters, f"{path}.shared_expert_gate") if shared else None
         self._slots = parameters.config.num_experts_per_tok
         self._normalize = parameters.config.norm_topk_prob
 
@@ -79,4 +93,7 @@ class MoEMLP(BaseOP):
         weights, chosen = self.gate.forward(x).softmax(dim=-1, dtype=torch.float32).topk(self._slots, dim=-1)
         if self._normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.experts.forward(x, weights.to(x.dtype), chosen)
+        y = self.experts.forward(x, weights.to(x.dtype), chosen)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y + self.shared_expert_gate.forward(x).sigmoid() * self.shared_expert.partial(x)
+        return all_reduce(y)

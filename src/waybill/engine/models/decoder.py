@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2, Qwen3 and Qwen3-MoE share; the config says in which switches they differ."""
+"""The decoder that Llama, Qwen2, Qwen3 and their MoEs share; the config says in which switches they differ."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from waybill.onnx.graphs.workbench import Workbench
 from waybill.onnx.matrix import Matrices
 from waybill.onnx.parts.activation import activate
 from waybill.onnx.parts.attention import attend_cached
-from waybill.onnx.parts.moe import routed
+from waybill.onnx.parts.moe import gated, routed
 from waybill.onnx.parts.norm import rms_norm, rms_norm_of_sum
 from waybill.onnx.parts.per_layer import given_to_layer, per_layer_inputs
 from waybill.onnx.parts.positions import last_positions, pick, request_lengths, rotary_tables
@@ -81,10 +81,7 @@ class _Decoder:
             y = self._attention(f"{path}.self_attn", x, layer, lengths, rotary)
             following = f"{path}.post_attention_layernorm"
             x, residual = rms_norm_of_sum(self.matrices, following, y, residual, epsilon)
-            if config.is_moe_layer(layer):
-                y = routed(self.matrices, config, f"{path}.mlp", x)
-            else:
-                y = self._mlp(f"{path}.mlp", x)
+            y = self._feed_forward(f"{path}.mlp", x, moe=config.is_moe_layer(layer))
             if own:
                 residual = graph.op(f"{path}.mlp/sum", "Add", y, residual)
                 y = given_to_layer(self.matrices, config, path, residual, own[layer])
@@ -140,6 +137,15 @@ class _Decoder:
 
     def _cache_shape(self, length: str) -> tuple[str, int, str, int]:
         return ("batch_size", self.config.num_kv_heads, length, self.config.head_dim)
+
+    def _feed_forward(self, path: str, x: ir.Value, *, moe: bool) -> ir.Value:
+        if not moe:
+            return self._mlp(path, x)
+        y = routed(self.matrices, self.config, path, x)
+        if not self.config.shared_expert_intermediate_size:
+            return y
+        shared = self._mlp(f"{path}.shared_expert", x)
+        return self.graph.op(f"{path}.sum", "Add", y, gated(self.matrices, f"{path}.shared_expert_gate", x, shared))
 
     def _mlp(self, path: str, x: ir.Value) -> ir.Value:
         """down(silu(gate(x)) · up(x))."""

@@ -17,6 +17,13 @@ ROUTER_WEIGHTS = 14
 """QMoE's input for weights computed outside."""
 
 
+def gated(matrices: Matrices, path: str, x: ir.Value, y: ir.Value) -> ir.Value:
+    """σ(gate(x)) · y, [B, S, H]: what every token is given beside its chosen experts' answers, one number a token."""
+    graph = matrices.graph
+    share = graph.op(f"{path}.share", "Sigmoid", matrices.product(path, x, f"{path}.weight"))
+    return graph.op(f"{path}.product", "Mul", share, y)
+
+
 def routed(matrices: Matrices, config: ModelConfig, path: str, x: ir.Value) -> ir.Value:
     """Σ over a token's chosen experts of weight · expert(x), [B, S, H] -> [B, S, H]."""
     graph = matrices.graph

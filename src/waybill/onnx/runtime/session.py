@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,20 @@ DTYPES: dict[str, type[np.floating[Any]]] = {"tensor(float)": np.float32, "tenso
 def open_session(package: Package, graph: Path) -> Any:
     """One graph of a package, on the CPU.
 
+    A session may open although the first run would fail, so what the exporter knew is asked first.
+
     Raises:
         MissingRuntime: onnxruntime is not installed.
-        BadPackage: onnxruntime cannot open the graph.
+        BadPackage: the package was exported for another provider, or onnxruntime cannot open the graph.
     """
+    if because := _obstacles(graph.parent):
+        raise BadPackage(
+            "the package was exported for another provider",
+            where=str(graph),
+            expected=f"a package that the {PROVIDERS['cpu']} runs",
+            found="; ".join(because),
+            fix="run it on a machine with that provider, or try waybill export --ep cpu, which says why when it cannot",
+        )
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # what fails is raised, and told once
@@ -32,7 +42,7 @@ def open_session(package: Package, graph: Path) -> Any:
     try:
         return runtime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime's errors have no base class of their own
-        raise _unopened(graph, error) from None
+        raise failed(graph, "onnxruntime cannot open the graph", error) from None
 
 
 def to_tensor(values: Array) -> Any:
@@ -83,21 +93,12 @@ class Network:
         return values.astype(self.dtype_of(name), copy=False) if values.dtype.kind == "f" else values
 
 
-def _unopened(graph: Path, error: Exception) -> BadPackage:
-    """What the exporter knew comes before what the runtime says of it."""
+def _obstacles(folder: Path) -> Sequence[str]:
+    """Why the CPU cannot run a package, as its bill says; one that somebody else exported has none."""
     try:
-        because = read_entries(graph.parent).obstacles.get(PROVIDERS["cpu"], ())
-    except BadPackage:  # one that somebody else exported has no bill
-        because = ()
-    if not because:
-        return failed(graph, "onnxruntime cannot open the graph", error)
-    return BadPackage(
-        "the package was exported for another provider",
-        where=str(graph),
-        expected=f"a package that the {PROVIDERS['cpu']} runs",
-        found="; ".join(because),
-        fix="export the checkpoint again, with --ep cpu",
-    )
+        return read_entries(folder).obstacles.get(PROVIDERS["cpu"], ())
+    except BadPackage:
+        return ()
 
 
 def other_inputs(graph: Path, takes: Iterable[str], given: Iterable[str]) -> BadPackage:
