@@ -24,6 +24,7 @@ TAGS = {
     BF16: "BF16",
     np.dtype(np.int32): "I32",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
     np.dtype(np.int64): "I64",
 }
 HIDDEN, HEADS, KV, LAYERS, INNER, VOCAB = 64, 4, 2, 2, 96, 128

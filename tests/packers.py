@@ -62,6 +62,21 @@ def olive(q: Array, z: Array | None, s: Array, bits: int) -> dict[str, Array]:
     return out if z is None else out | {"qzeros": pack(z, bits, 8)}
 
 
+def compressed(q: Array, z: Array | None, s: Array, bits: int, form: str) -> dict[str, Array]:
+    """compressed-tensors: words along K (`ct`, `ct_old`) or signed bytes (`ct_int`); zero points along N, or signed."""
+    half = 1 << (bits - 1)
+    if form == "ct_int":
+        out = {"weight": (q.astype(np.int16) - half).astype(np.int8), "weight_scale": s}
+    else:
+        words = pack(q, bits, 32).view(np.int32)
+        out = {"weight_packed": words, "weight_scale": s, "weight_shape": np.array(q.shape)}
+    if z is not None and form == "ct":
+        out["weight_zero_point"] = np.ascontiguousarray(pack(np.ascontiguousarray(z.T), bits, 32).T).view(np.int32)
+    elif z is not None:
+        out["weight_zero_point"] = (z.astype(np.int16) - half).astype(np.int8)
+    return out
+
+
 def formula(q: Array, z: Array, s: Array, group: int) -> Array:
     """float32(q - z) · float32(s), the group of column k being k // group."""
     column = np.arange(q.shape[-1]) // group

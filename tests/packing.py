@@ -25,7 +25,8 @@ PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
 @dataclass(frozen=True)
 class Scheme:
-    """`form` is gptq, gptq_v2, auto_round, awq, olive (`weight_qweight`) or olive_dotted (`qweight`)."""
+    """`form` is gptq, gptq_v2, auto_round, awq, olive (`weight_qweight`), olive_dotted (`qweight`), or one of
+    compressed-tensors': ct (words), ct_old (words, and zero points as signed bytes), ct_int (signed bytes)."""
 
     form: str
     bits: int = 4
@@ -39,6 +40,10 @@ class Scheme:
     @property
     def is_olive(self) -> bool:
         return self.form.startswith("olive")
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.form.startswith("ct")
 
 
 class Twins(NamedTuple):
@@ -135,6 +140,8 @@ def sidecars(name: str, codes: Array, zeros: Array, scales: Array, scheme: Schem
         out = {"qweight": _packed(codes, bits, 8), "scales": scales}
         if not scheme.symmetric:
             out["qzeros"] = _packed(zeros, bits, 8)
+    elif scheme.is_compressed:
+        stem, out = name.removesuffix("weight"), _compressed(codes, zeros, scales, scheme)
     elif scheme.form == "awq":
         stem = name.removesuffix("weight")
         out = {"qweight": _interleaved(codes.T), "qzeros": _interleaved(zeros.T), "scales": scales.T}
@@ -147,6 +154,29 @@ def sidecars(name: str, codes: Array, zeros: Array, scales: Array, scheme: Schem
             group = codes.shape[-1] if scheme.group == -1 else scheme.group
             out["g_idx"] = (np.arange(codes.shape[-1]) // group).astype(np.int32)
     return {f"{stem}{role}": np.ascontiguousarray(tensor) for role, tensor in out.items()}
+
+
+def _compressed(codes: Array, zeros: Array, scales: Array, scheme: Scheme) -> dict[str, Array]:
+    """Signed codes and zero points; in words they are raised by half their range, which is what ours are already."""
+    half, signed = 1 << (scheme.bits - 1), zeros.astype(np.int16)
+    if scheme.form == "ct_int":
+        out = {"weight": (codes.astype(np.int16) - half).astype(np.int8), "weight_scale": scales}
+    else:
+        words = _packed(codes, scheme.bits, 32).view(np.int32)
+        out = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(codes.shape)}
+    if not scheme.symmetric:
+        packed = _packed(zeros.T, scheme.bits, 32).T.view(np.int32) if scheme.form == "ct" else None
+        out["weight_zero_point"] = (signed - half).astype(np.int8) if packed is None else packed
+    return out
+
+
+def compressed_group(scheme: Scheme, targets: Collection[str]) -> dict[str, Any]:
+    """One of config_groups."""
+    size = None if scheme.group == -1 else scheme.group
+    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "group_size": size,
+               "strategy": "channel" if size is None else "group", "dynamic": False}  # fmt: skip
+    form = "int-quantized" if scheme.form == "ct_int" else "pack-quantized"
+    return {"targets": list(targets), "weights": weights, "input_activations": None, "format": form}
 
 
 def metadata(
@@ -166,6 +196,13 @@ def metadata(
         return common | {"quant_method": "olive", "symmetric": scheme.symmetric, "lm_head": head, "embeds": table,
                          "moe": moe, "modules_to_not_convert": list(keep) or None, "overrides": changed or None,
                          "tie_word_embeddings": tie}  # fmt: skip
+    if scheme.is_compressed:
+        targets = ["Linear", *(["Embedding"] if table else [])]
+        groups = [compressed_group(scheme, targets)]
+        groups += [compressed_group(replace(scheme, **change), [module]) for module, change in overrides.items()]
+        return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None,
+                "format": groups[0]["format"], "ignore": [*keep, *([] if head else ["lm_head"])],
+                "config_groups": {f"group_{at}": group for at, group in enumerate(groups)}}  # fmt: skip
     if scheme.form == "awq":
         return common | {"quant_method": "awq", "version": "gemm", "zero_point": not scheme.symmetric,
                          "modules_to_not_convert": list(keep) or None}  # fmt: skip
@@ -181,12 +218,17 @@ def metadata(
 
 
 def unpack(recipe: Recipe, bits: int, group: int, bits_of: Mapping[str, int]) -> Recipe:
-    """The float twin of a checkpoint that a producer wrote: Olive, AWQ, or GPTQ v1; `bits_of` are the exceptions."""
+    """The float twin of a checkpoint that a producer wrote: Olive, AWQ, GPTQ v1, or symmetric words of
+    compressed-tensors; `bits_of` are the exceptions."""
     dense = Recipe({key: value for key, value in recipe.config.items() if key != "quantization_config"})
     stored = recipe.tensors
     for name, tensor in stored.items():
+        if name.endswith("weight_packed"):
+            scales = stored[name.replace("packed", "scale")]
+            zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
+            dense.tensors[name.removesuffix("_packed")] = dequantize(_fields(tensor, bits), zeros, scales, group)
         if not name.endswith("qweight"):
-            if not name.endswith(("scales", "qzeros", "g_idx")):
+            if not name.endswith(("scales", "qzeros", "g_idx", "_packed", "_scale", "_shape")):
                 dense.tensors[name] = tensor
             continue
         stem = name.removesuffix("qweight")

@@ -228,11 +228,10 @@ def _layout(bill: Plan, policy: Policy, component: str) -> ComponentLayout:
     """What a packed component is, by what lies on disk, beside what its metadata says."""
     naming = policy.naming
     tensors = {name: t for name, t in bill.checkpoint.tensors.items() if naming.component(name) == component}
-    plain = [
-        name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and len(t.shape) > 1
-    ]
     # As stored, so that patterns are counted where the metadata contradicts the disk, and nothing could be planned.
     stored = {split[0].removesuffix(".weight") for name in tensors if (split := split_role(name))}
+    matrices = (n.removesuffix(".weight") for n, t in tensors.items() if n.endswith(".weight") and len(t.shape) > 1)
+    plain = [module for module in matrices if module not in stored]
     groups: dict[str, list[str]] = {}
     for weight, packing in bill.packings.items():
         if naming.component(weight) == component:
@@ -244,7 +243,9 @@ def _layout(bill: Plan, policy: Policy, component: str) -> ComponentLayout:
     patterns = []
     for where, matcher in plan_.patterns():
         hits = Counter(
-            at for module in (*stored, *plain) for at in {at for n in naming.names(module) for at in matcher.matches(n)}
+            at
+            for module in (*stored, *plain)
+            for at in {at for n in naming.names(module) for at in matcher.matches(n, naming.kind(module))}
         )
         patterns += [(where, pattern, hits[at]) for at, pattern in enumerate(matcher.patterns)]
     agrees = not any(isinstance(problem, PackingMismatch) for problem in bill.problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,36 @@ INDEX: dict[str, dict[str, Any]] = {
     entry["file"].removesuffix(".safetensors"): entry["config"]
     for entry in json.loads((LAYERS / "INDEX.json").read_text())
 }
-BY_CONFIG = {name: f"{c['bits']} bits" for name, c in INDEX.items() if c["bits"] in (3, 5, 6, 7)} | {
+
+
+def bits_of(config: dict[str, Any]) -> int:
+    """Of the one layout a block describes."""
+    groups = config.get("config_groups")
+    return int(groups["group_0"]["weights"]["num_bits"] if groups else config["bits"])
+
+
+BY_CONFIG = {name: f"{bits_of(c)} bits" for name, c in INDEX.items() if bits_of(c) in (3, 5, 6, 7)} | {
     "autoawq_gemv_w4_g64": "gemv",
     "autoawq_gemvfast_w4_g64": "gemv_fast",
 }
-BY_HEADERS = {"gptqmodel_v2_w4_g32_asym_actorder": ActOrder, "olive_main_w4_g0_sym": PackingMismatch}
+BY_HEADERS = {
+    "gptqmodel_v2_w4_g32_asym_actorder": ActOrder,
+    "ct_pack_w4_g32_sym_actorder": ActOrder,
+    "olive_main_w4_g0_sym": PackingMismatch,
+}
 SUPPORTED = sorted(INDEX.keys() - BY_CONFIG.keys() - BY_HEADERS.keys())
 ROLES = ("qweight", "scales", "qzeros", "g_idx")
+COMPRESSED = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "g_idx")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 V1_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 def stored(name: str) -> dict[str, Array]:
     return dict(load_file(LAYERS / f"{name}.safetensors"))
+
+
+def parts(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    return roles(tensors, COMPRESSED if name.startswith("ct_") else ROLES)
 
 
 def problems_of(config: dict[str, Any]) -> list[WaybillError]:
@@ -79,10 +97,25 @@ def byte_fields(octets: Array, bits: int, count: int) -> Array:
     return np.array(out).reshape(*octets.shape[:-1], count)
 
 
+def compressed_fields(tensors: dict[str, Array], bits: int) -> tuple[Array, Array]:
+    per, scales = 32 // bits, tensors["weight_scale"]
+    if (signed := tensors.get("weight")) is not None:
+        return signed.astype(int) + 128, np.full(scales.shape, 128)
+    rows, columns = tensors["weight_shape"].tolist()
+    words, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
+    q = [[field(words[n, k // per], bits, k % per) for k in range(columns)] for n in range(rows)]
+    if zeros is None:
+        return np.array(q), np.full(scales.shape, 1 << (bits - 1))
+    z = [[field(zeros[n // per, g], bits, n % per) for g in range(scales.shape[1])] for n in range(rows)]
+    return np.array(q), np.array(z)
+
+
 def independent(name: str) -> tuple[Array, Array]:
     """The codes and true zero points of a golden layer, by the formats' formulas."""
     config, tensors = INDEX[name], stored(name)
-    bits = config["bits"]
+    bits = bits_of(config)
+    if config["quant_method"] == "compressed-tensors":
+        return compressed_fields(tensors, bits)
     form = config.get("packing_format", config["quant_method"])
     if form in ("awq", "auto_round:auto_awq"):
         return awq_fields(tensors["qweight"], tensors["qzeros"])
@@ -99,13 +132,13 @@ def independent(name: str) -> tuple[Array, Array]:
 
 def test_the_golden_layers_are_all_accounted_for() -> None:
     assert sorted(file.stem for file in LAYERS.glob("*.safetensors")) == sorted(INDEX)
-    assert len(SUPPORTED) == 73
+    assert len(SUPPORTED) == 84
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_golden_layer_is_reproduced_bit_for_bit(name: str) -> None:
     with opened(LAYERS, f"{name}.safetensors") as (tensors, reader):
-        weight = normalized(roles(tensors, ROLES), layout(INDEX[name]))
+        weight = normalized(parts(tensors, name), layout(INDEX[name]))
         assert same(decoded(weight, reader), stored(name)["expected_dequant"])
 
 
@@ -115,9 +148,9 @@ def test_the_integers_of_a_golden_layer_are_those_an_independent_decoder_finds(n
     assert np.array_equal(q, tensors["ref.q"])
     assert np.array_equal(z, tensors["ref.zp"])
     with opened(LAYERS, f"{name}.safetensors") as (headers, reader):
-        weight = normalized(roles(headers, ROLES), layout(INDEX[name]))
+        weight = normalized(parts(headers, name), layout(INDEX[name]))
         codes, _, zeros = arrays(weight, reader)
-    bits = INDEX[name]["bits"]
+    bits = bits_of(INDEX[name])
     assert np.array_equal(byte_fields(codes, bits, codes.shape[-1] * 8 // bits).reshape(q.shape), q)
     assert np.array_equal(np.full(z.shape, 1 << (bits - 1)) if zeros is None else zeros, z)
 
@@ -125,11 +158,11 @@ def test_the_integers_of_a_golden_layer_are_those_an_independent_decoder_finds(n
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_scales_keep_the_bytes_and_dtype_the_producer_wrote(name: str) -> None:
     with opened(LAYERS, f"{name}.safetensors") as (tensors, reader):
-        sidecars = roles(tensors, ROLES)
+        sidecars = parts(tensors, name)
         config = layout(INDEX[name])
         found = materialize(normalized(sidecars, config).scales, reader)
-    kept = stored(name)[sidecars["scales"].name]
-    kept = kept if config.method == "olive" else kept.T
+    kept = stored(name)[(sidecars.get("scales") or sidecars["weight_scale"]).name]
+    kept = kept.T if config.method in ("gptq", "awq") else kept
     assert found.dtype == kept.dtype
     assert np.array_equal(found, kept)
 
@@ -145,15 +178,15 @@ def test_a_layer_in_an_unsupported_form_is_refused_by_what_the_metadata_says(nam
 def test_a_layer_that_a_codec_cannot_hold_is_refused_from_its_headers(name: str) -> None:
     config = layout(INDEX[name])
     with opened(LAYERS, f"{name}.safetensors") as (tensors, _):
-        (problem,) = CODECS[config.method].check("w", roles(tensors, ROLES), config)
+        (problem,) = CODECS[config.method].check("w", parts(tensors, name), config)
     assert isinstance(problem, BY_HEADERS[name])
 
 
-def test_act_order_is_refused_when_bytes_are_read_even_if_the_metadata_does_not_mention_it() -> None:
-    name = "gptqmodel_v2_w4_g32_asym_actorder"
-    config = layout(INDEX[name] | {"desc_act": False})
+@pytest.mark.parametrize("name", [name for name, refusal in BY_HEADERS.items() if refusal is ActOrder])
+def test_act_order_is_refused_when_bytes_are_read_even_if_the_metadata_does_not_mention_it(name: str) -> None:
+    config = replace(layout(INDEX[name]), desc_act=False)
     with opened(LAYERS, f"{name}.safetensors") as (tensors, reader):
-        weight = normalized(roles(tensors, ROLES), config)
+        weight = normalized(parts(tensors, name), config)
         with pytest.raises(ActOrder):
             decoded(weight, reader)
 
@@ -163,7 +196,7 @@ def test_the_wrong_checkpoint_format_on_a_symmetric_layer_is_refused(name: str) 
     other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[INDEX[name]["checkpoint_format"]]
     config = layout(INDEX[name] | {"checkpoint_format": other, "format": other})
     with opened(LAYERS, f"{name}.safetensors") as (tensors, reader):
-        weight = normalized(roles(tensors, ROLES), config)
+        weight = normalized(parts(tensors, name), config)
         with pytest.raises(WaybillError, match="zero-point-mismatch") as refused:
             decoded(weight, reader)
     assert "checkpoint_format" in refused.value.found

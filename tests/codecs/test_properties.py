@@ -15,7 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import BF16
-from packers import Array, arrays, awq, decoded, formula, gptq, layout, normalized, olive, pack, same, written
+from packers import (
+    Array,
+    arrays,
+    awq,
+    compressed,
+    decoded,
+    formula,
+    gptq,
+    layout,
+    normalized,
+    olive,
+    pack,
+    same,
+    written,
+)
 from waybill.checkpoint import RangeReader
 from waybill.codecs.registry import CODECS
 from waybill.errors import ActOrder, ZeroPointMismatch
@@ -51,6 +65,11 @@ class Layer:
             return {"quant_method": "olive", "symmetric": self.symmetric, **numbers}
         if self.form == "awq":
             return {"quant_method": "awq", "zero_point": not self.symmetric, "version": "gemm", **numbers}
+        if self.form.startswith("ct"):
+            weights = {"num_bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+            form = "int-quantized" if self.form == "ct_int" else "pack-quantized"
+            groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+            return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
         return {"quant_method": "gptq", "sym": self.symmetric, "checkpoint_format": self.form, **numbers}
 
     @property
@@ -59,6 +78,8 @@ class Layer:
             return olive(self.q, None if self.symmetric else self.z, self.s, self.bits)
         if self.form == "awq":
             return awq(self.q, self.z, self.s)
+        if self.form.startswith("ct"):
+            return compressed(self.q, None if self.symmetric else self.z, self.s, self.bits, self.form)
         g_idx = np.arange(self.q.shape[1]) // self.group if self.with_g_idx else None
         return gptq(self.q, self.z, self.s, self.bits, version=1 if self.form == "gptq" else 2, g_idx=g_idx)
 
@@ -79,19 +100,21 @@ def made(form: str, bits: int, group: int, symmetric: bool, shape: Sequence[int]
 
 
 @st.composite
-def layers(draw: st.DrawFn, forms: Sequence[str] = ("gptq", "gptq_v2", "awq", "olive")) -> Layer:
+def layers(
+    draw: st.DrawFn, forms: Sequence[str] = ("gptq", "gptq_v2", "awq", "olive", "ct", "ct_old", "ct_int")
+) -> Layer:
     """Every form, width, group size and shape that the formats allow; small."""
     form = draw(st.sampled_from(forms))
-    bits = 4 if form == "awq" else draw(st.sampled_from([2, 4, 8]))
+    bits = {"awq": 4, "ct_int": 8}.get(form) or draw(st.sampled_from([2, 4, 8]))
     group = draw(st.sampled_from([16, 32, 48, 64, 128, -1]))
-    step = {"awq": 1, "olive": 8 // bits}.get(form, 32 // bits)
+    step = {"awq": 1, "ct_int": 1, "olive": 8 // bits}.get(form, 32 // bits)
     if group == -1:
         inputs = 16 * draw(st.integers(1, 8))
     elif form == "awq":
         inputs = group * draw(st.integers(1, 4))
     else:
         inputs = step * draw(st.integers(1, 3 * max(group, 16) // step))
-    rows = 1 if form == "olive" else 32 // bits
+    rows = 1 if form == "olive" or form.startswith("ct") else 32 // bits
     outputs = rows * draw(st.integers(1, 40 // rows + 1))
     more = {"with_g_idx": draw(st.booleans())} if form.startswith("gptq") else {}
     dtype = draw(st.sampled_from([np.float16, BF16, np.float32]))
@@ -114,7 +137,8 @@ def loaded(*many: Layer) -> Iterator[tuple[list[AffinePackedWeight], RangeReader
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, -1])
 @pytest.mark.parametrize(
-    ("form", "bits"), [(form, bits) for form in ("gptq", "gptq_v2", "olive") for bits in (2, 4, 8)] + [("awq", 4)]
+    ("form", "bits"),
+    [(form, bits) for form in ("gptq", "gptq_v2", "olive", "ct") for bits in (2, 4, 8)] + [("awq", 4), ("ct_int", 8)],
 )
 def test_every_width_and_group_size_is_read_and_cut(form: str, bits: int, group: int, symmetric: bool) -> None:
     inputs = 128 if group == -1 else 2 * group + (0 if form == "awq" else 16)

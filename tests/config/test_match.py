@@ -13,6 +13,7 @@ from waybill.config.match import (
     Matcher,
     auto_round_search,
     block_members,
+    compressed_targets,
     gptq_dynamic,
     module_paths,
     olive_exclusions,
@@ -28,7 +29,8 @@ MODULES = {
     "D": "model.layers.1.self_attn.q_proj",
 }
 DIALECTS: list[Dialect] = [module_paths, olive_exclusions, olive_overrides, gptq_dynamic, auto_round_search]
-MARKED: list[Dialect] = [module_paths, olive_exclusions, olive_overrides]
+DIALECTS.append(compressed_targets)
+MARKED: list[Dialect] = [module_paths, olive_exclusions, olive_overrides, compressed_targets]
 
 
 def selected(dialect: Dialect, pattern: str) -> str:
@@ -78,6 +80,14 @@ def expression(dialect: Dialect, pattern: str) -> str:
         (auto_round_search, r"mlp\.gate$", "AC"),
         (auto_round_search, r"^mlp", ""),
         (auto_round_search, r"model\.layers\.1\.", "ABD"),
+        (compressed_targets, "model.layers.1", ""),
+        (compressed_targets, "mlp.gate", ""),
+        (compressed_targets, "model.layers.1.mlp.gate", "A"),
+        (compressed_targets, r"re:model\.layers\.1", "ABCD"),
+        (compressed_targets, r"re:model\.layers\.1\.", "ABD"),
+        (compressed_targets, r"re:mlp\.gate", ""),
+        (compressed_targets, r"re:.*mlp\.gate", "ABC"),
+        (compressed_targets, r"re:.*mlp\.gate$", "AC"),
     ],
 )
 def test_a_pattern_selects_what_its_producer_means(dialect: Dialect, pattern: str, modules: str) -> None:
@@ -89,7 +99,24 @@ def test_a_head_rule_of_gptq_also_hits_what_begins_like_it() -> None:
     assert module_paths(["lm_head"], "here").first("lm_head_norm") is None
 
 
-@pytest.mark.parametrize("dialect", MARKED)
+def test_a_class_name_selects_every_module_of_that_kind_and_no_path() -> None:
+    matcher = compressed_targets(["Linear", "Embedding", "Conv2d"], "here")
+    kinds = ("linear", "head", "embedding", "experts", "")
+    selected = [[matcher.patterns[at] for at in matcher.matches("model.Linear.x", kind)] for kind in kinds]
+    assert selected == [["Linear"], ["Linear"], ["Embedding"], [], []]
+    assert compressed_targets(["Module"], "here").first("lm_head", "head") == 0
+    assert compressed_targets(["re:Lin", "linear", "Lin"], "here").first("lm_head", "head") is None
+
+
+def test_a_target_that_is_a_path_comes_before_expressions_in_order_of_their_text_and_these_before_classes() -> None:
+    name = "model.layers.1.mlp.gate"
+    matcher = compressed_targets(["Linear", "re:model.*", r"re:.*\.gate", name], "here")
+    assert [matcher.patterns[at] for at in matcher.matches(name, "linear")] == [
+        name, r"re:.*\.gate", "re:model.*", "Linear",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", [each for each in MARKED if each is not compressed_targets])
 def test_literals_and_expressions_are_ordered_together_as_in_the_file(dialect: Dialect) -> None:
     name = "model.layers.1.mlp.gate"
     matcher = dialect(["re:.*other", name, r"re:.*\.gate", "x", name, "re:model.*"], "here")
@@ -165,7 +192,9 @@ def steps(work: Callable[[], Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("dialect", [module_paths, olive_overrides, gptq_dynamic, auto_round_search])
+@pytest.mark.parametrize(
+    "dialect", [module_paths, olive_overrides, gptq_dynamic, auto_round_search, compressed_targets]
+)
 def test_a_name_costs_the_same_however_many_rules_there_are(dialect: Dialect) -> None:
     few, many = ([f"model.layers.{i}.mlp.down_proj" for i in range(count)] for count in (10, 3000))
     small, large = dialect(few, "here"), dialect(many, "here")

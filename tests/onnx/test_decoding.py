@@ -29,13 +29,22 @@ INDEX: dict[str, dict[str, Any]] = {
 BANK = "olive_main_moe3d_w4_g32_asym"
 OTHERS = {
     BANK,
+    "ct_pack_w4_g32_sym_actorder",
     "autoawq_gemv_w4_g64",
     "autoawq_gemvfast_w4_g64",
     "gptqmodel_v2_w4_g32_asym_actorder",
     "olive_main_w4_g0_sym",
 }
-READABLE = sorted(name for name, config in INDEX.items() if config["bits"] in (2, 4, 8) and name not in OTHERS)
-CHECKPOINTS = [path.name for path in sorted((GOLDEN / "checkpoints").iterdir()) if "llm_compressor" not in path.name]
+
+
+def bits_of(config: dict[str, Any]) -> int:
+    """Of the one layout a block describes."""
+    groups = config.get("config_groups")
+    return int(groups["group_0"]["weights"]["num_bits"] if groups else config["bits"])
+
+
+READABLE = sorted(name for name, config in INDEX.items() if bits_of(config) in (2, 4, 8) and name not in OTHERS)
+CHECKPOINTS = [path.name for path in sorted((GOLDEN / "checkpoints").iterdir())]
 
 
 def layer(name: str, expert: int | None = None) -> PackedMatrix:
@@ -50,7 +59,7 @@ def layer(name: str, expert: int | None = None) -> PackedMatrix:
     assert not problems
     named = {}
     for header in headers.values():
-        for role in waybill.onnx.verify.decoding.SIDECARS:
+        for role in (*waybill.onnx.verify.decoding.SIDECARS, "weight"):
             if header.name == role or header.name.endswith((f"_{role}", f".{role}")):
                 full = f"x_{role}" if expert is not None else f"x.{role}"
                 named[full] = header._replace(name=full)
@@ -82,12 +91,14 @@ def test_every_expert_of_a_producers_bank_decodes_to_the_producers_integers() ->
 
 def test_there_are_layers_of_every_form() -> None:
     forms = {(layer(name).form, layer(name).bits) for name in READABLE}
-    assert forms == {("awq", 4), *((form, bits) for form in ("gptq", "olive") for bits in (2, 4, 8))}
+    several = ("gptq", "olive", "compressed-tensors")
+    assert forms == {("awq", 4), *((form, bits) for form in several for bits in (2, 4, 8))}
 
 
-def test_permuted_groups_are_refused() -> None:
+@pytest.mark.parametrize("name", ["gptqmodel_v2_w4_g32_asym_actorder", "ct_pack_w4_g32_sym_actorder"])
+def test_permuted_groups_are_refused(name: str) -> None:
     with pytest.raises(ActOrder):
-        layer("gptqmodel_v2_w4_g32_asym_actorder")
+        layer(name)
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:

@@ -183,11 +183,32 @@ def test_the_package_says_which_token_stands_for_pictures_and_how_often(tmp_path
 
 # Components in layouts of their own.
 
+
+def test_targets_and_exclusions_of_a_whole_model_are_followed_in_each_component(tmp_path: Path) -> None:
+    folder = saved(make_llava(), tmp_path / "float")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    packed, _ = pack_components(tensors, {"decoder": Scheme("ct", 4, 32)}, LLAVA.naming(config).component)
+    block = packed.config["component_quantization"]["decoder"]
+    block["ignore"] = ["re:.*lm_head", r"re:.*vision_tower\.", "re:.*multi_modal_projector"]
+    checkpoint = Recipe(config | {"quantization_config": block}, packed.tensors).write(tmp_path / "packed")
+    Sessions(checkpoint, tmp_path / "package")
+    for component, count in PRODUCTS.items():
+        wanted = [(4, 32)] * count if component == "decoder" else []
+        assert packed_products(tmp_path / "package" / f"{component}.onnx") == wanted
+    assert_every_tensor_is_accounted_for(checkpoint)
+    block["ignore"] = ["re:.*"]
+    Recipe(config | {"quantization_config": block}, packed.tensors).write(tmp_path / "ignored")
+    problems = waybill.plan(tmp_path / "ignored", "onnx").problems
+    assert {problem.code for problem in problems} == {"packing-mismatch"}
+    assert all("the exclusion 're:.*'" in problem.expected for problem in problems)
+
+
 LAYOUTS = [
     {"decoder": Scheme("olive", 4, 32), "vision_encoder": Scheme("olive", 8, 16)},
     {"decoder": Scheme("olive", 4, 16, symmetric=True), "vision_encoder": Scheme("olive", 8, 32)},
     {"decoder": Scheme("olive", 4, 32)},
     {"vision_encoder": Scheme("olive", 8, 32)},
+    {"decoder": Scheme("ct", 4, 32), "vision_encoder": Scheme("ct_int", 8, 16)},
 ]
 PRODUCTS = {"vision_encoder": 6 * (TOWER_LAYERS - 1) + 2, "embedding": 0, "decoder": 5 * TEXT_LAYERS}
 """How many a graph has whose weights are packed, when its component is: q, k and v of the decoder are one."""

@@ -61,6 +61,9 @@ SCHEMES = [
     Scheme("olive", group=128),  # more than a row holds
     Scheme("olive", bits=2, group=16),
     Scheme("olive_dotted", bits=8, symmetric=True),
+    Scheme("ct"),
+    Scheme("ct_old", bits=2, group=64),  # K is 96 in down_proj
+    Scheme("ct_int", bits=8, group=-1, symmetric=True),
 ]
 
 
@@ -205,6 +208,9 @@ LAYER = "model.layers.0"
 MIXED = {
     "gptq-float-v": pack_mixed(Scheme("gptq"), keep=[f"{LAYER}.self_attn.v_proj"]),
     "awq-float-v": pack_mixed(Scheme("awq"), keep=[f"{LAYER}.self_attn.v_proj"]),
+    "compressed-tensors-8-bit-up": pack_mixed(
+        Scheme("ct"), overrides={f"{LAYER}.mlp.up_proj": {"bits": 8, "form": "ct_int"}}
+    ),
     "auto-round-2-bit-gate": pack_mixed(
         Scheme("auto_round", symmetric=True), overrides={f"{LAYER}.mlp.gate_proj": {"bits": 2}}
     ),

@@ -27,6 +27,9 @@ SCHEMES = [
     Scheme("awq", 4, 32),
     Scheme("awq", 4, -1),
     Scheme("auto_round", 4, 32),
+    *(Scheme("ct", bits, 32) for bits in (2, 4, 8)),
+    Scheme("ct_old", 4, 16),
+    Scheme("ct_int", 8, -1),
 ]
 
 

@@ -21,7 +21,6 @@ from waybill.engine.context import Batch, get_global_ctx
 from waybill.engine.generate import generate
 from waybill.engine.layers.matrix import PackedMatrix
 from waybill.engine.models.decoder import CausalLM
-from waybill.errors import UnsupportedQuantization
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 NEW_TOKENS = 24
@@ -51,6 +50,12 @@ SCHEMES = [
     Scheme("olive_dotted", group=16, symmetric=True),
     Scheme("olive_dotted", bits=8),
     Scheme("olive_dotted", bits=2, group=32, scales=np.float32),
+    Scheme("ct"),
+    Scheme("ct", bits=2, group=16, symmetric=True),
+    Scheme("ct", bits=8, group=-1),
+    Scheme("ct_old", group=16),
+    Scheme("ct_int", bits=8, group=-1, symmetric=True),
+    Scheme("ct_int", bits=8, scales=np.float32),
 ]
 
 
@@ -84,7 +89,7 @@ def test_a_packed_model_computes_what_its_float_twin_does(kind: str, scheme: Sch
     assert_equal(pack(MODELS[kind](), scheme), tmp_path)
 
 
-@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "olive", "olive_dotted"])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "olive", "olive_dotted", "ct"])
 def test_a_last_group_that_k_does_not_fill_is_read(form: str, tmp_path: Path) -> None:
     assert_equal(pack(MODELS["llama"](), Scheme(form, group=64)), tmp_path)  # K is 96 in down_proj
 
@@ -119,6 +124,7 @@ BITS_OF = {
     "ol_dense_main": {"model.layers.0.mlp.down_proj": 8},
     "ol_tied_v013": {"model.layers.0.mlp.down_proj": 8},
     "ol_moe_main": {},
+    "ar_llm_compressor_w4_sym": {},
 }
 
 
@@ -130,15 +136,10 @@ def test_what_producers_wrote_computes_what_its_float_twin_does(name: str, tmp_p
     stated = config["quantization_config"]
     overridden = {key.strip("+:.*").replace("\\", "") for key in stated.get("overrides") or stated.get("dynamic") or ()}
     assert overridden <= BITS_OF[name].keys()
-    dense = unpack(recipe, stated["bits"], stated["group_size"], BITS_OF[name])
+    bits, group = stated.get("bits", 4), stated.get("group_size", 32)
+    dense = unpack(recipe, bits, group, BITS_OF[name])
     dense.config["tie_word_embeddings"] = name == "ol_tied_v013"
     assert_equal(Twins(recipe, dense), tmp_path, variety=2)
-
-
-def test_a_format_without_a_codec_is_refused_by_name() -> None:
-    problems = waybill.plan(GOLDEN / "ar_llm_compressor_w4_sym").problems
-    assert {type(problem) for problem in problems} == {UnsupportedQuantization}
-    assert "compressed-tensors" in str(problems[0])
 
 
 # Mixed precision: what is packed alike is merged, the rest is kept apart.
@@ -156,6 +157,8 @@ MIXED: dict[str, tuple[Scheme, dict[str, Any], str]] = {
     "auto-round-float-v": (Scheme("auto_round"), {"keep": [V]}, "qkv"),
     "gptq-8-bit-up": (Scheme("gptq"), {"overrides": {UP: {"bits": 8}}}, "gate_up"),
     "olive-8-bit-up": (Scheme("olive_dotted"), {"overrides": {UP: {"bits": 8}}}, "gate_up"),
+    "compressed-tensors-float-v": (Scheme("ct"), {"keep": [V]}, "qkv"),
+    "compressed-tensors-8-bit-up": (Scheme("ct"), {"overrides": {UP: {"bits": 8, "form": "ct_int"}}}, "gate_up"),
     "auto-round-2-bit-gate": (Scheme("auto_round"), {"overrides": {GATE: {"bits": 2}}}, "gate_up"),
     "gptq-other-group-k": (Scheme("gptq_v2"), {"overrides": {K: {"group": 16}}}, "qkv"),
     "olive-other-group-k": (Scheme("olive"), {"overrides": {K: {"group": 64}}}, "qkv"),
@@ -178,7 +181,7 @@ def test_projections_packed_differently_are_kept_apart_and_said_to_be(case: str,
     assert f"{path.replace('.0.', '.1.')}.{merged}_proj" in names
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "olive", "auto_round"])
+@pytest.mark.parametrize("form", ["gptq", "awq", "olive", "auto_round", "ct"])
 def test_a_layer_excluded_by_the_metadata_is_float_and_merged(form: str, tmp_path: Path) -> None:
     model = assert_equal(pack(MODELS["llama"](), Scheme(form), keep=WHOLE_LAYER), tmp_path)
     state = model.state_dict()
@@ -206,15 +209,18 @@ def test_a_tied_packed_table_is_one_table_with_two_users(tmp_path: Path) -> None
     assert not [name for name in model.state_dict() if name.startswith("lm_head")]
 
 
-@pytest.mark.parametrize("scheme", [Scheme("olive"), Scheme("olive", bits=8, symmetric=True), Scheme("olive", bits=2)])
+@pytest.mark.parametrize(
+    "scheme", [Scheme("olive"), Scheme("olive", bits=8, symmetric=True), Scheme("olive", bits=2), Scheme("ct")]
+)
 @pytest.mark.parametrize(("table", "head"), [(True, False), (False, True), (True, True)])
 def test_tables_are_packed_one_by_one(scheme: Scheme, table: bool, head: bool, tmp_path: Path) -> None:
     state = assert_equal(pack(MODELS["llama"](), scheme, table=table, head=head), tmp_path).state_dict()
     assert ("model.embed_tokens.codes" in state, "lm_head.codes" in state) == (table, head)
 
 
-def test_a_packed_head_is_read_when_gptq_says_so(tmp_path: Path) -> None:
-    assert "lm_head.codes" in assert_equal(pack(MODELS["qwen2"](), Scheme("gptq"), head=True), tmp_path).state_dict()
+@pytest.mark.parametrize("form", ["gptq", "ct"])
+def test_a_packed_head_is_read_when_the_metadata_says_so(form: str, tmp_path: Path) -> None:
+    assert "lm_head.codes" in assert_equal(pack(MODELS["qwen2"](), Scheme(form), head=True), tmp_path).state_dict()
 
 
 def test_a_tied_packed_table_may_be_stored_again_as_the_head(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import waybill
 from checkpoints import Recipe, lively, llama, qwen3_moe
-from packing import Scheme, pack
+from packing import Scheme, compressed_group, pack
 from waybill.errors import WaybillError
 
 README = Path(__file__).parents[2] / "README.md"
@@ -49,7 +49,33 @@ def some_modules_listed() -> Recipe:
     return recipe
 
 
-GPTQ, AWQ, OLIVE, AUTO_ROUND = (Scheme(form) for form in ("gptq", "awq", "olive", "auto_round"))
+def scales_of_several_rows() -> Recipe:
+    """Three of a layer's weights with a scale for each row, for each 16 rows of 32 columns, and for the whole."""
+    recipe = pack(lively(llama(np.float32)), Scheme("ct_int", bits=8, group=-1, symmetric=True)).packed
+    groups = recipe.config["quantization_config"]["config_groups"]
+    for module, changes, shape in (
+        (DOWN, {"strategy": "block", "block_structure": [16, 32]}, (4, 3)),
+        (DOWN.replace("down", "up"), {"strategy": "tensor"}, (1,)),
+    ):
+        weights = groups["group_0"]["weights"] | changes
+        groups[module] = groups["group_0"] | {"targets": [module], "weights": weights}
+        recipe.tensors[f"{module}.weight_scale"] = np.full(shape, 0.01, np.float16)
+    return recipe
+
+
+def scheme_stating(**changes: object) -> Make:
+    """The same weights, and other words about them."""
+    group = compressed_group(CT, ["Linear"])
+    return stating(packed(CT), config_groups={"group_0": group | {"weights": group["weights"] | changes}})
+
+
+def by_expression() -> dict[str, object]:
+    """Everything but one projection, by a name that begins like it."""
+    others = r"re:model\.layers\.(1|0\.(self_attn|mlp\.(gate|up)_proj))"
+    return {"group_0": compressed_group(CT, [others])}
+
+
+GPTQ, AWQ, OLIVE, AUTO_ROUND, CT = (Scheme(form) for form in ("gptq", "awq", "olive", "auto_round", "ct"))
 READ: dict[tuple[str, str], Make] = {
     ("GPTQModel, AutoGPTQ", "`gptq`"): packed(GPTQ),
     ("GPTQModel, AutoGPTQ", "`gptq_v2`"): packed(Scheme("gptq_v2")),
@@ -78,6 +104,22 @@ READ: dict[tuple[str, str], Make] = {
         packed(AWQ), quant_method="auto-round", packing_format="auto_round:auto_awq", sym=False
     ),
     ("auto-round", "`extra_config`"): packed(AUTO_ROUND, overrides={DOWN: {"bits": 8}}),
+    ("llm-compressor", "`pack-quantized`"): packed(CT),
+    ("llm-compressor", "`int-quantized`"): packed(Scheme("ct_int", bits=8)),
+    ("llm-compressor", "2 bits"): packed(Scheme("ct", bits=2)),
+    ("llm-compressor", "4 bits"): packed(Scheme("ct", bits=4)),
+    ("llm-compressor", "8 bits"): packed(Scheme("ct", bits=8)),
+    ("llm-compressor", "groups of 16"): packed(Scheme("ct", group=16)),
+    ("llm-compressor", "one scale a row, block or tensor"): scales_of_several_rows,
+    ("llm-compressor", "zero points of release 0.8"): packed(Scheme("ct_old")),
+    ("llm-compressor", "packed embeddings"): packed(CT, table=True),
+    ("llm-compressor", "packed heads"): packed(CT, head=True),
+    ("llm-compressor", "`ignore`"): packed(CT, keep=[DOWN]),
+    ("llm-compressor", "`targets`"): stating(packed(CT, keep=[DOWN]), ignore=[], config_groups=by_expression()),
+    ("llm-compressor", "several groups"): packed(CT, overrides={DOWN: {"bits": 8}}),
+    ("llm-compressor", "presets by name"): stating(
+        packed(Scheme("ct", group=128, symmetric=True)), config_groups={"W4A16": ["Linear"]}
+    ),
 }
 REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
     ("GPTQModel, AutoGPTQ", "act-order"): (stating(packed(GPTQ), desc_act=True), "act-order", "desc_act"),
@@ -92,6 +134,22 @@ REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
     ("auto-round", "3 bits"): (stating(packed(AUTO_ROUND), bits=3), "unsupported-quantization", "3 bits"),
     ("auto-round", "other packing formats"): (
         stating(packed(AUTO_ROUND), packing_format="auto_round:mlx"), "unsupported-quantization", "auto_round:mlx",
+    ),
+    ("llm-compressor", "act-order"): (scheme_stating(actorder="group"), "act-order", "actorder"),
+    ("llm-compressor", "3 bits"): (scheme_stating(num_bits=3), "unsupported-quantization", "3 bits"),
+    **{
+        ("llm-compressor", f"`{form}`"): (
+            stating(packed(CT), config_groups={"g": compressed_group(CT, ["Linear"]) | {"format": form}}),
+            "unsupported-quantization", form,
+        )
+        for form in ("float-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+    },
+    ("llm-compressor", "sparse formats"): (
+        stating(packed(CT), sparsity_config={"format": "sparse-bitmask"}), "unsupported-quantization", "sparse-bitmask",
+    ),
+    ("llm-compressor", "transforms"): (
+        stating(packed(CT), transform_config={"config_groups": {"R1": {}}}),
+        "unsupported-quantization", "transform_config",
     ),
 }  # fmt: skip
 

@@ -50,6 +50,11 @@ CASES: dict[str, Callable[[], Twins]] = {
     "auto-round": lambda: pack(lively(qwen2(np.float32)), Scheme("auto_round", symmetric=True)),
     "awq": lambda: pack(lively(qwen2(np.float32)), Scheme("awq")),
     "awq-experts": lambda: pack(lively(qwen3_moe(np.float32)), Scheme("awq", group=32)),
+    "compressed-tensors": lambda: pack(lively(llama(np.float32)), Scheme("ct")),
+    "compressed-tensors-bytes": lambda: pack(lively(qwen2(np.float32)), Scheme("ct_int", bits=8, group=-1)),
+    "compressed-tensors-signed-zeros": lambda: pack(lively(llama(np.float32)), Scheme("ct_old", bits=2, group=64)),
+    "compressed-tensors-half-a-word": lambda: pack(narrow_heads(), Scheme("ct"), keep=OUT),
+    "compressed-tensors-experts": lambda: pack(lively(qwen3_moe(np.float32)), Scheme("ct", group=16)),
     "olive-tied-table": lambda: pack(
         lively(qwen3(np.float32, vocab_size=130, tie_word_embeddings=False)),
         Scheme("olive_dotted"), table=True, head=True, tie=True,

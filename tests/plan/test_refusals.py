@@ -228,6 +228,7 @@ PACKED = {
     "a whole group": ["qweight", "qzeros", "scales", "g_idx"],
     "no qweight": ["qzeros", "scales"],
     "an orphan": ["scales"],
+    "compressed-tensors": ["weight_packed", "weight_scale", "weight_shape"],
     "fp8": ["weight_scale_inv"],
     "olive": ["weight_qweight"],
 }

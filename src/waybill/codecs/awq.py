@@ -20,6 +20,8 @@ from waybill.weights.lazy import Decoded, stored
 class AWQ:
     """qweight I32 [K, N/8], qzeros I32 [G, N/8], scales [G, N]."""
 
+    roles = frozenset({"qweight", "scales", "qzeros", "g_idx"})
+
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Roles, dtypes, and that N, K and G agree among all of them."""
         problems = list(missing_roles(name, sidecars, "qweight", "scales", "qzeros"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from waybill.checkpoint import TensorHeader
 from waybill.codecs.protocol import Sidecars
 from waybill.config.quantization import QuantizationConfig
-from waybill.errors import IncompleteWeight, PackingMismatch, WaybillError
+from waybill.errors import ActOrder, IncompleteWeight, PackingMismatch, WaybillError
 
 SCALE_DTYPES = ("F16", "BF16", "F32")
 
@@ -35,6 +36,17 @@ def misfit(name: str, sidecars: Sidecars, role: str, expected: str, config: Quan
         expected=f"{expected}: {config}",
         found=str(header),
         fix=f"correct the quantization metadata for {name}, or use the weights it belongs to",
+    )
+
+
+def act_order(name: str, header: TensorHeader, expected: str, found: str) -> WaybillError:
+    """Groups that are permuted by the metadata."""
+    return ActOrder(
+        "act-order weights are not supported",
+        where=f"{name} ({header.file})",
+        expected=expected,
+        found=found,
+        fix="use an export without act-order",
     )
 
 

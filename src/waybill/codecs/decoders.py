@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from waybill.codecs.words import AWQ_ORDER, ROWS, fields, transpose, transpose_nibbles
-from waybill.errors import ActOrder, ZeroPointMismatch
+from waybill.errors import ActOrder, PackingMismatch, ZeroPointMismatch
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import LazyTensor
 
@@ -88,6 +88,8 @@ class RowBytes:
 
     octets: LazyTensor
     per_group: int
+    flip: int = 0
+    """Bits to turn in every byte: the sign, where bytes are signed."""
 
     def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
         """The bytes of the wanted groups."""
@@ -98,7 +100,8 @@ class RowBytes:
 
     def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
         """Fill up the last group with zeros."""
-        return _grouped(arrays[0], extent)
+        octets = arrays[0] ^ np.uint8(self.flip) if self.flip else arrays[0]
+        return _grouped(octets, extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,92 @@ class ZeroPoints:
         return values
 
 
-def _require_trivial(g_idx: Array, first_group: int, decoder: ColumnWords) -> None:
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Signed zero points int8 [n, G], raised by half of their range."""
+
+    zeros: LazyTensor
+    bits: int
+    name: str
+    is_symmetric: bool
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The same box."""
+        return (self.zeros.box(start, extent),)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Raise; what the codes could not hold is damage."""
+        midpoint = 1 << (self.bits - 1)
+        values = arrays[0].astype(np.int16) + np.int16(midpoint)
+        if ((values < 0) | (values >= 2 * midpoint)).any():
+            raise ZeroPointMismatch(
+                "a zero point lies outside the range of the codes",
+                where=self.name,
+                expected=f"{-midpoint} to {midpoint - 1}",
+                found=f"{int(arrays[0].min())} to {int(arrays[0].max())}",
+                fix="correct num_bits in the quantization metadata, or download the file again",
+            )
+        if self.is_symmetric and (values != midpoint).any():
+            raise _not_symmetric(self.name, self.bits, values)
+        return values.astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Numbers [ceil(N/rows), G] that `rows` outputs share, to [N, G]."""
+
+    value: LazyTensor
+    rows: int
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The numbers of the wanted outputs."""
+        first, last = start[0] // self.rows, -(-(start[0] + extent[0]) // self.rows)
+        return (self.value.narrow(0, first, last - first).narrow(1, start[1], extent[1]),)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Repeat, cut."""
+        skip = start[0] % self.rows
+        return arrays[0].repeat(self.rows, axis=0)[skip : skip + extent[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """Scales [N, G] as they are, and with them whatever the file says once more about the weight: they are few and
+    always read, so that the codes may go straight to their place."""
+
+    scales: LazyTensor
+    shape: LazyTensor | None
+    g_idx: LazyTensor | None
+    size: tuple[int, int]
+    group: int
+    name: str
+
+    def inputs(self, start: Box, extent: Box) -> tuple[LazyTensor, ...]:
+        """The same box; the stated shape; the group numbers of the wanted groups."""
+        wanted = [self.scales.box(start, extent)]
+        if self.shape is not None:
+            wanted.append(self.shape)
+        if self.g_idx is not None:
+            first = start[1] * self.group
+            wanted.append(self.g_idx.narrow(0, first, min(extent[1] * self.group, self.size[1] - first)))
+        return tuple(wanted)
+
+    def decode(self, arrays: Sequence[Array], start: Box, extent: Box) -> Array:
+        """Hear the witnesses."""
+        if self.shape is not None and tuple(arrays[1].tolist()) != self.size:
+            raise PackingMismatch(
+                "a packed weight states another shape than its parts have",
+                where=self.name,
+                expected=f"weight_shape {list(self.size)}",
+                found=str(arrays[1].tolist()),
+                fix="download the file again; rows that do not fill whole words are not supported",
+            )
+        if self.g_idx is not None:
+            _require_trivial(arrays[-1], start[1], self)
+        return arrays[0]
+
+
+def _require_trivial(g_idx: Array, first_group: int, decoder: ColumnWords | Witnessed) -> None:
     """Group numbers must run in order: a permutation is act-order, whatever the metadata says."""
     expected = np.arange(len(g_idx), dtype=np.int32) // decoder.group + first_group
     if not np.array_equal(g_idx, expected):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from waybill.codecs.checks import SCALE_DTYPES, groups_of, misfit, missing_roles
+from waybill.codecs.checks import SCALE_DTYPES, act_order, groups_of, misfit, missing_roles
 from waybill.codecs.decoders import ColumnWords, ZeroPoints
 from waybill.codecs.protocol import Sidecars
 from waybill.config.quantization import QuantizationConfig
-from waybill.errors import ActOrder, PackingMismatch, WaybillError
+from waybill.errors import PackingMismatch, WaybillError
 from waybill.weights.affine import AffineLayout, AffinePackedWeight
 from waybill.weights.lazy import Decoded, stored
 
@@ -20,6 +20,8 @@ _REPEATED_ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 class GPTQ:
     """qweight I32 [K·bits/32, N], qzeros I32 [G, N·bits/32], scales [G, N], g_idx I32 [K] or none."""
+
+    roles = frozenset({"qweight", "scales", "qzeros", "g_idx"})
 
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Roles, dtypes, and that N, K and G agree among all of them."""
@@ -73,10 +75,5 @@ def _shapes(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterat
     if g_idx and (g_idx.dtype != "I32" or g_idx.shape != (in_features,)):
         yield misfit(name, sidecars, "g_idx", f"I32[{in_features}]", config)
     if config.desc_act and groups > 1:
-        yield ActOrder(
-            "act-order weights are not supported",
-            where=f"{name} ({qweight.file})",
-            expected="desc_act false, or static_groups true",
-            found="desc_act true: the groups are permuted",
-            fix="use an export without act-order",
-        )
+        expected = "desc_act false, or static_groups true"
+        yield act_order(name, qweight, expected, "desc_act true: the groups are permuted")

@@ -7,26 +7,31 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from waybill.checkpoint import Checkpoint, TensorHeader
+from waybill.config.quantization import QuantizationConfig
 from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
 from waybill.manifest.quantization import Policy
 from waybill.weights import FloatWeight, WeightRecord, stored
 from waybill.weights.affine import AffinePackedWeight
 
 ROLES = ("qweight", "scales", "qzeros", "g_idx")
+WEIGHT_ROLES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+"""Roles that begin with the parameter's own name."""
 FOREIGN_ROLES = (
-    "weight_packed",
-    "weight_scale",
     "weight_scale_inv",
-    "weight_zero_point",
     "_blocks",
     "absmax",
     "quant_map",
 )
 """Endings of packed formats that no codec reads yet: named, instead of reported as unknown tensors."""
+CODES = frozenset({"qweight", "weight_packed"})
+"""Roles of codes that stand under a name of their own, where the parameter's own name is another weight."""
 
 
 def split_role(name: str) -> tuple[str, str] | None:
     """`…q_proj.qweight` or `…q_proj.weight_qweight` -> (`…q_proj.weight`, `qweight`); None for a plain tensor."""
+    for role in WEIGHT_ROLES:
+        if name.endswith(f".{role}"):
+            return name.removesuffix(role) + "weight", role
     for role in ROLES:
         if name.endswith(f".{role}"):
             return name.removesuffix(role) + "weight", role
@@ -37,11 +42,14 @@ def split_role(name: str) -> tuple[str, str] | None:
 
 def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[WaybillError]) -> list[WeightRecord]:
     """Every logical weight of the checkpoint; problems are appended, and a weight that has one yields no record."""
-    naming = policy.naming
+    naming, tensors = policy.naming, checkpoint.tensors
+    unneeded = policy.unneeded(tensors)
     packed: dict[str, dict[str, TensorHeader]] = defaultdict(dict)
     records: list[WeightRecord] = []
-    for name, header in checkpoint.tensors.items():
-        if (split := split_role(name)) is not None:
+    for name, header in tensors.items():
+        if name in unneeded:
+            continue
+        if (split := split_role(name) or _as_part(header, tensors)) is not None:
             if (first := packed[split[0]].setdefault(split[1], header)) is not header:
                 problems.append(_both(split[0], {split[1]: first}, header))
         else:
@@ -55,16 +63,22 @@ def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[Waybill
         component = naming.component(name)
         if policy.quantization.for_component(component) is None:
             unstated[component][name] = sidecars
-        elif name in checkpoint.tensors:
-            found.append(_both(name, sidecars, checkpoint.tensors[name]))
+        elif name in tensors and (sidecars.keys() & CODES or "weight" not in sidecars):
+            found.append(_both(name, sidecars, tensors[name]))
         elif (storage := _packed(name, sidecars, policy, found)) is not None:
-            tensors = tuple(header.name for header in sidecars.values())
-            records.append(WeightRecord(name, component, storage, tensors, checkpoint))
+            sources = tuple(header.name for header in sidecars.values())
+            records.append(WeightRecord(name, component, storage, sources, checkpoint))
     problems += [
         _no_metadata(component, weights, naming.components.only is not None) for component, weights in unstated.items()
     ]
     problems += _folded(found)
     return [] if unstated else records
+
+
+def _as_part(header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
+    """Codes that stand under the parameter's own name: signed bytes, or whatever has scales beside it."""
+    is_part = header.name.endswith(".weight") and (header.dtype == "I8" or f"{header.name}_scale" in tensors)
+    return (header.name, "weight") if is_part else None
 
 
 def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
@@ -90,10 +104,23 @@ def _packed(
         problems.append(_float_by_policy(name, sidecars, policy))
         return None
     codec = CODECS[config.method]
+    if strange := {role: header for role, header in sidecars.items() if role not in codec.roles}:
+        problems.append(_strange(policy.naming.place(name), strange, config))
+        return None
     if found := codec.check(name, sidecars, config):
         problems.extend(found)
         return None
     return codec.normalize(name, sidecars, config)
+
+
+def _strange(place: str, sidecars: Mapping[str, TensorHeader], config: QuantizationConfig) -> WaybillError:
+    return PackingMismatch(
+        "a packed weight has a part that its method does not write",
+        where=f"{place} ({next(iter(sidecars.values())).file})",
+        expected=f"the parts of {config}",
+        found=_names(sidecars),
+        fix="correct the quantization metadata, or use the weights it belongs to",
+    )
 
 
 def _names(sidecars: Mapping[str, TensorHeader]) -> str:
@@ -104,7 +131,7 @@ def _foreign(headers: list[TensorHeader]) -> WaybillError:
     return UnsupportedQuantization(
         "the checkpoint is packed in a format that is not read",
         where=_places(headers),
-        expected="GPTQ, AWQ or Olive sidecars, or float weights",
+        expected="GPTQ, AWQ, Olive or compressed-tensors sidecars, or float weights",
         found=f"{len(headers)} tensors of another packed format",
         fix="use an export in one of these formats, or the float checkpoint",
     )

@@ -20,6 +20,8 @@ from waybill.weights.lazy import Decoded, Decoder, LazyTensor, stored
 class Olive:
     """qweight U8 [..., N, ceil(K·bits/8)], scales [..., N, G], qzeros U8 [..., N, ceil(G·bits/8)] when asymmetric."""
 
+    roles = frozenset({"qweight", "scales", "qzeros"})
+
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Roles, dtypes, and that N, K and G agree among all of them."""
         required = ("qweight", "scales") if config.symmetric else ("qweight", "scales", "qzeros")

@@ -11,11 +11,15 @@ from waybill.errors import WaybillError
 from waybill.weights.affine import AffinePackedWeight
 
 Sidecars = Mapping[str, TensorHeader]
-"""The stored tensors of one packed weight, by role: qweight, scales, qzeros, g_idx."""
+"""The stored tensors of one packed weight, by role: the end of its name, or `weight` for the name itself."""
 
 
 class QuantizationCodec(Protocol):
     """One producer format. Judges headers, then describes a lazy normalization: a rank decodes what it narrows to."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles it knows; a sidecar of another is a part of something else."""
 
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Everything the headers of one weight break; empty when `normalize` may be called."""

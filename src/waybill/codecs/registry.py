@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from waybill.codecs.awq import AWQ
+from waybill.codecs.compressed_tensors import CompressedTensors
 from waybill.codecs.gptq import GPTQ
 from waybill.codecs.olive import Olive
 from waybill.codecs.protocol import QuantizationCodec
 
-CODECS: dict[str, QuantizationCodec] = {"gptq": GPTQ(), "awq": AWQ(), "olive": Olive()}
+CODECS: dict[str, QuantizationCodec] = {
+    "gptq": GPTQ(),
+    "awq": AWQ(),
+    "olive": Olive(),
+    "compressed-tensors": CompressedTensors(),
+}
 """By the method of a QuantizationConfig, which the metadata's reader has already refused when unknown."""

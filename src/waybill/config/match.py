@@ -6,7 +6,7 @@ dictionary and expressions are tried together, so thousands of rules cost little
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from waybill.errors import BadPattern
@@ -17,12 +17,29 @@ an expression."""
 Anchor = Literal["full", "start", "search"]
 """Where an expression must match: the whole name, from its start, anywhere."""
 
+CLASSES: Mapping[str, Sequence[str]] = {
+    "linear": ("Linear", "Module"),
+    "head": ("Linear", "Module"),
+    "embedding": ("Embedding", "Module"),
+}
+"""Kind of a module to the classes that a rule may name it by, its own and those it inherits from."""
+
 
 class Matcher:
     """An ordered list of patterns in one dialect."""
 
-    def __init__(self, patterns: Sequence[str], *, plain: Plain, anchor: Anchor, marker: str, where: str) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        *,
+        plain: Plain,
+        anchor: Anchor,
+        marker: str,
+        where: str,
+        classes: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.patterns = tuple(patterns)
+        self._classes = classes or {}
         self.field = where.rpartition(".")[2]
         """The metadata's name for the list."""
         self._plain = plain
@@ -44,16 +61,17 @@ class Matcher:
             if given
         ]
 
-    def matches(self, name: str) -> list[int]:
-        """The positions of every pattern that selects `name`, in file order."""
-        found = [index for key in self._keys(name) for index in self._literals.get(key, ())]
+    def matches(self, name: str, kind: str = "") -> list[int]:
+        """The positions of every pattern that selects a module of that name and kind, in file order."""
+        keys = (*self._keys(name), *self._classes.get(kind, ()))
+        found = [index for key in keys for index in self._literals.get(key, ())]
         for together, numbers in self._sets:
             found += [numbers[i] for i in together.Match(name) or ()]
         return sorted(found)
 
-    def first(self, name: str) -> int | None:
-        """The position of the first pattern that selects `name`."""
-        return min(self.matches(name), default=None)
+    def first(self, name: str, kind: str = "") -> int | None:
+        """The position of the first pattern that selects a module of that name and kind."""
+        return min(self.matches(name, kind), default=None)
 
     def _keys(self, name: str) -> Iterable[str]:
         if not self._literals:
@@ -122,3 +140,13 @@ def gptq_dynamic(patterns: Sequence[str], where: str) -> Matcher:
 def auto_round_search(patterns: Sequence[str], where: str) -> Matcher:
     """auto-round's extra_config where no module has that exact name: an expression found anywhere."""
     return Matcher(patterns, plain="regex", anchor="search", marker="", where=where)
+
+
+def compressed_targets(patterns: Sequence[str], where: str) -> Matcher:
+    """compressed-tensors' targets and ignore: exact paths or class names; `re:` is anchored at the start only.
+
+    An exact path comes before the expressions, these in the order of their text, and class names come last.
+    """
+    named = {name for names in CLASSES.values() for name in names}
+    ordered = sorted(patterns, key=lambda p: (p in named, p.startswith("re:"), p))
+    return Matcher(ordered, plain="exact", anchor="start", marker="re:", where=where, classes=CLASSES)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from waybill.config import compressed_tensors
 from waybill.config.fields import Fields
 from waybill.config.match import (
     Matcher,
@@ -26,7 +27,7 @@ from waybill.config.quantization import (
 )
 from waybill.errors import BadConfig, BadPattern, UnsupportedQuantization, WaybillError
 
-BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8)}
+BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8), "compressed-tensors": (2, 4, 8)}
 
 
 def difference(block: Mapping[str, Any], where: str, again: Mapping[str, Any], other: str) -> str | None:
@@ -49,6 +50,7 @@ def _short(value: Any) -> str:
 _COMPARED = (
     "bits", "group_size", "zero_point", "desc_act", "lm_head", "embeds", "moe", "dynamic", "overrides", "extra_config",
     "modules_to_not_convert", "modules_in_block_to_quantize", "block_name_to_quantize",
+    "config_groups", "ignore",
 )  # fmt: skip
 """What decides how a weight is read, and is spelled one way."""
 _SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
@@ -58,6 +60,7 @@ _FORMS = {
     "gptq": ("checkpoint_format", ("checkpoint_format", "format"), "gptq"),
     "awq": ("version", ("version", "format"), "gemm"),
     "auto-round": ("packing_format", ("packing_format", "backend"), "auto_round:gptq"),
+    "compressed-tensors": ("format", ("format",), ""),
 }
 """Where a method states the form of its tensors, and what it means when it does not."""
 
@@ -339,7 +342,13 @@ def _auto_round(fields: Fields) -> ComponentQuantizationPlan:
     )
 
 
-_READERS = {"gptq": _gptq, "awq": _awq, "olive": _olive, "auto-round": _auto_round}
+_READERS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "olive": _olive,
+    "auto-round": _auto_round,
+    "compressed-tensors": compressed_tensors.read,
+}
 
 
 def _changes(change: Any, fields: Fields) -> Mapping[str, Any] | None:

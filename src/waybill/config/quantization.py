@@ -20,7 +20,8 @@ MODEL_WIDE = "the model-wide layout"
 class QuantizationConfig:
     """How one module is packed. group_size -1 is one group over all of K.
 
-    `zero_offset` is what the producer subtracted from every stored zero point (GPTQ v1: 1).
+    `zero_offset` is what the producer subtracted from every stored zero point (GPTQ v1: 1). `form` is the layout of the
+    tensors, where a method has several. `scale_rows` outputs share a scale; -1 is all of them.
     """
 
     method: str
@@ -29,10 +30,13 @@ class QuantizationConfig:
     symmetric: bool
     zero_offset: int = 0
     desc_act: bool = False
+    form: str = ""
+    scale_rows: int = 1
 
     def __str__(self) -> str:
         sign = "symmetric" if self.symmetric else "asymmetric"
-        return f"{self.method} {self.bits}-bit, group {self.group_size}, {sign}"
+        rows = "" if self.scale_rows == 1 else f" of {self.scale_rows} rows"
+        return f"{self.method} {self.bits}-bit, group {self.group_size}{rows}, {sign}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +59,27 @@ class ComponentQuantizationPlan:
     """Only modules under these paths are packed, when the producer says so."""
     heads: Mapping[str, bool] = field(default_factory=dict)
     """Kinds of tables (`head`, `embedding`) the producer states to be packed or not."""
+    is_targeted: bool = False
+    """Whether only modules that an override selects are packed."""
+    activation_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Last segment of the names of stored tensors that say how activations are rounded, and why nothing needs them."""
+    notices: tuple[str, ...] = ()
+    """What is stated of running the model, which no weight shows."""
 
     def for_module(self, name: str | Sequence[str], kind: str = "linear") -> QuantizationConfig | None:
         """The effective layout, or None for float. A module that has several names is meant by a rule for any."""
         names = _names(name)
         override = next((self.exact_overrides[n] for n in names if n in self.exact_overrides), None)
-        if override is None and (first := _first(self.overrides, names)) is not None:
+        if override is None and (first := _first(self.overrides, names, kind)) is not None:
             override = self.override_values[first]
         if override is not None and override.changes is None:
             return None
-        if _first(self.modules_to_not_convert, names) is not None:
+        if _first(self.modules_to_not_convert, names, kind) is not None:
             return None
         stated = override is not None
-        if not stated and not self.heads.get(kind, kind == "linear"):
+        if not stated and (self.is_targeted or not self.heads.get(kind, kind == "linear")):
             return None
-        if not stated and self.within is not None and kind == "linear" and _first(self.within, names) is None:
+        if not stated and self.within is not None and kind == "linear" and _first(self.within, names, kind) is None:
             return None
         return replace(self.layout, **override.changes) if override and override.changes else self.layout
 
@@ -79,10 +89,13 @@ class ComponentQuantizationPlan:
         for one in names:
             if one in self.exact_overrides:
                 return f"the entry {one!r}"
-        if (first := _first(self.overrides, names)) is not None:
-            return f"the rule {self.overrides.patterns[first]!r}"
-        if (first := _first(self.modules_to_not_convert, names)) is not None:
-            return f"the exclusion {self.modules_to_not_convert.patterns[first]!r}"
+        rule, exclusion = (_first(rules, names, kind) for rules in (self.overrides, self.modules_to_not_convert))
+        if rule is not None and (exclusion is None or self.override_values[rule].changes is None):
+            return f"the rule {self.overrides.patterns[rule]!r}"
+        if exclusion is not None:
+            return f"the exclusion {self.modules_to_not_convert.patterns[exclusion]!r}"
+        if self.is_targeted:
+            return f"{self.overrides.field}, none of which selects it"
         if kind != "linear":
             return f"the default for an {kind}" if kind == "embedding" else f"the default for a {kind}"
         return MODEL_WIDE
@@ -97,9 +110,9 @@ def _names(name: str | Sequence[str]) -> Sequence[str]:
     return (name,) if isinstance(name, str) else name
 
 
-def _first(matcher: Matcher, names: Sequence[str]) -> int | None:
-    """The position of the first pattern that selects any of the names."""
-    return min((at for name in names if (at := matcher.first(name)) is not None), default=None)
+def _first(matcher: Matcher, names: Sequence[str], kind: str) -> int | None:
+    """The position of the first pattern that selects a module by any of its names, or by its kind."""
+    return min((at for name in names if (at := matcher.first(name, kind)) is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

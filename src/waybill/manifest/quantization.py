@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,6 +71,17 @@ class Policy:
         """Whether the model itself keeps a stored module float, under the method its component is packed by."""
         plan = self.plan_of(module)
         return plan is not None and self._excluded(module, plan.layout.method)
+
+    def unneeded(self, tensors: Iterable[str]) -> dict[str, str]:
+        """The stored tensors that only say how activations are rounded, and why nothing needs them."""
+        known = {ending for plan in self.quantization.plans.values() for ending in plan.activation_tensors}
+        named = ((name, name.rpartition(".")[2]) for name in tensors) if known else ()
+        plans = ((name, ending, self.plan_of(name)) for name, ending in named if ending in known)
+        return {
+            name: plan.activation_tensors[ending]
+            for name, ending, plan in plans
+            if plan is not None and ending in plan.activation_tensors
+        }
 
     def _excluded(self, module: str, method: str) -> bool:
         owner = self.naming.components.owner_of(self.naming.runtime(module))

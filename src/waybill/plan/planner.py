@@ -110,7 +110,7 @@ def make_plan(
         rank=rank,
         dtype=dtype,
         bindings=tuple(bindings),
-        ignored=routing.ignored,
+        ignored=routing.ignored | policy.unneeded(checkpoint.tensors),
         problems=tuple(problems),
         notices=tuple(notices),
         packings=routing.packings(),
@@ -133,6 +133,7 @@ def _describe(
         notices += notes
     before = len(problems)
     policy = family.policy(checkpoint, problems)
+    notices += dict.fromkeys(line for plan in policy.quantization.plans.values() for line in plan.notices)
     if rules := unused_rules(checkpoint.config, policy.naming.components):
         notices.append(
             f"quantization_config states {', '.join(rules)} for the whole model; of several components each needs its "

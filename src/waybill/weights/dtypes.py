@@ -13,7 +13,9 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 """The float dtypes a weight may have, and the integers packed ones are stored in."""
 

@@ -116,7 +116,7 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
     """A packed weight: codes and zero points equal as integers, scales as numbers, block by block."""
     codes = held["codes"]
     config = origin.policy(member.weight)
-    if config is None or member.weight in origin.stored.headers:
+    if config is None or not origin.is_packed(member.weight):
         codes.refuse("a packed initializer for a packed weight", f"{member.weight} is float in the checkpoint")
         return
     matrix = packed_matrix(origin.stored, member.weight, config, member.expert)

@@ -22,7 +22,16 @@ REPEATED_ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """GPTQ v1 subtracts this from a whole word of zero points."""
 AWQ_SLOT = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8c + j lies in slot AWQ_SLOT[j] of its word."""
-SIDECARS = ("qweight", "scales", "qzeros", "g_idx")
+SIDECARS = (
+    "qweight",
+    "scales",
+    "qzeros",
+    "g_idx",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +70,12 @@ class StoredTensors:
         return self.read(name, 0, shape[0] if shape else 1)
 
     def sidecars(self, weight: str) -> dict[str, str]:
-        """Role to tensor of a packed weight: `q_proj.qweight`, or `q_proj.weight_qweight`; empty for a float one."""
+        """Role to tensor of a packed weight: `q_proj.qweight`, `q_proj.weight_qweight`, or the weight itself where its
+        scales lie beside it; empty for a float one."""
         stem = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}."
         names = {role: [f"{weight}_{role}", f"{stem}{role}"] for role in SIDECARS}
-        return {role: name for role, pair in names.items() for name in pair if name in self.headers}
+        found = {role: name for role, pair in names.items() for name in pair if name in self.headers}
+        return found | ({"weight": weight} if "weight_scale" in found and weight in self.headers else {})
 
 
 def read_at(path: Path, at: int, octets: Array) -> int:
@@ -113,7 +124,7 @@ class PackedMatrix:
 
     def codes(self, start: int, stop: int) -> Array:
         """Rows of codes as integers, U8 [stop - start, K]; both ends are multiples of 8."""
-        if self.form == "olive":
+        if self.form not in ("gptq", "awq"):
             return fields(self.packed[start:stop], self.bits)[:, : self.columns]
         out = np.empty((stop - start, self.columns), np.uint8)
         if self.form == "gptq":  # packed along K: row k // p, field k mod p
@@ -142,7 +153,7 @@ def packed_matrix(
     else:
         arrays = {role: stored.read(name, expert, expert + 1)[0] for role, name in names.items()}
     try:
-        matrix = _olive(arrays, config) if config.method == "olive" else _words(arrays, config)
+        matrix = _DECODERS.get(config.method, _words)(arrays, config)
         groups = -(-matrix.columns // matrix.group) if matrix.group > 0 else 0
         if matrix.zeros.shape != matrix.scales.shape or matrix.scales.shape[1] != groups:
             raise ValueError(f"scales {matrix.scales.shape}, zero points {matrix.zeros.shape}, {groups} groups")
@@ -186,6 +197,34 @@ def _olive(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMat
     return PackedMatrix("olive", config.bits, group, packed, zeros, scales, columns)
 
 
+def _compressed(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
+    """Rows of fields, or of signed bytes; zero points along N in words, or signed; scales of rows, blocks or all."""
+    if config.form == "pack-quantized":
+        packed = arrays["weight_packed"].view(np.uint8)
+    else:
+        packed = (arrays["weight"].astype(np.int16) + 128).astype(np.uint8)
+    rows, columns = packed.shape[0], packed.shape[1] * 8 // config.bits
+    if "weight_shape" in arrays and arrays["weight_shape"].tolist() != [rows, columns]:
+        raise ValueError(f"weight_shape {arrays['weight_shape'].tolist()}")
+    group = columns if config.group_size == -1 else config.group_size
+    shared = rows if config.scale_rows == -1 else config.scale_rows
+    blocks = (-(-rows // shared), -(-columns // group))
+    row_of = np.arange(rows) // shared
+    scales = arrays["weight_scale"].reshape(blocks)[row_of]
+    stated = arrays.get("weight_zero_point")
+    if stated is None:
+        zeros = np.full(scales.shape, 1 << (config.bits - 1), np.uint8)
+    elif stated.dtype == np.int8:
+        zeros = (stated.reshape(blocks).astype(np.int16) + (1 << (config.bits - 1))).astype(np.uint8)[row_of]
+    else:
+        words, per_word = stated.view(np.uint32), 32 // config.bits
+        zeros = np.empty((len(words) * per_word, words.shape[1]), np.uint8)
+        for field in range(per_word):
+            zeros[field::per_word] = _field(words, field, config.bits)
+        zeros = zeros[:rows]
+    return PackedMatrix(config.method, config.bits, group, packed, zeros, scales, columns)
+
+
 def _words(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
     """GPTQ packs codes along K and zero points along N, AWQ both along N; scales lie [G, N] in both."""
     packed, scales = arrays["qweight"].view(np.uint32), arrays["scales"]
@@ -202,6 +241,9 @@ def _words(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMat
             zeros[:, output::8] = _field(words, slot, 4)
     group = columns if config.group_size == -1 else config.group_size
     return PackedMatrix(config.method, config.bits, group, packed, zeros.T, scales.T, columns)
+
+
+_DECODERS = {"olive": _olive, "compressed-tensors": _compressed}
 
 
 def _require_trivial(g_idx: Array, matrix: PackedMatrix, weight: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -148,6 +148,10 @@ class _Node(NamedTuple):
             raise self._broken(" | ".join(map(str, choices)) or "a size", repr(self.value)[:80])
         return int(self.value)
 
+    def number(self) -> int:
+        """A size, or -1: all there is."""
+        return -1 if type(self.value) is int and self.value == -1 else self.size()
+
     def flag(self) -> bool:
         if not isinstance(self.value, bool):
             raise self._broken("true or false", repr(self.value)[:80])
@@ -272,17 +276,16 @@ def _descriptor(name: str, node: _Node) -> ComponentDescriptor:
 
 
 def _layout(node: _Node) -> QuantizationConfig | None:
+    """Every field of a layout, by its type; how wide and by which method is bounded."""
     if node.value is None:
         return None
-    whole = node.get("group_size").value == -1  # one group over all of K
-    return QuantizationConfig(
-        method=node.get("method").text(*BITS),
-        bits=node.get("bits").size(*WIDTHS),
-        group_size=-1 if whole else node.get("group_size").size(),
-        symmetric=node.get("symmetric").flag(),
-        zero_offset=node.get("zero_offset").size(0, 1),
-        desc_act=node.get("desc_act").flag(),
-    )
+    read = {"int": _Node.number, "bool": _Node.flag, "str": _Node.text}
+    stated: dict[str, Any] = {
+        each.name: read[str(each.type)](node.get(each.name)) for each in fields(QuantizationConfig)
+    }
+    node.get("method").text(*BITS)
+    node.get("bits").size(*WIDTHS)
+    return QuantizationConfig(**stated)
 
 
 def _entry(name: str, node: _Node) -> Entry:

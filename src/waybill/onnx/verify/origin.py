@@ -26,20 +26,30 @@ class Origin:
 
     def names(self, weight: str) -> list[str]:
         """The stored tensors of a weight, as the checkpoint spells them; none when it does not have it."""
-        keys = [weight] if weight in self.stored.headers else self.stored.sidecars(weight).values()
-        return [self.stored.headers[key].name for key in keys]
+        return [self.stored.headers[key].name for key in self._keys(weight)]
 
     def slabs(self, weight: str) -> list[int]:
         """The first axis of each stored tensor of a bank."""
-        keys = [weight] if weight in self.stored.headers else self.stored.sidecars(weight).values()
-        return [self.stored.headers[key].shape[0] for key in keys if self.stored.headers[key].shape]
+        return [self.stored.headers[key].shape[0] for key in self._keys(weight) if self.stored.headers[key].shape]
+
+    def is_packed(self, weight: str) -> bool:
+        """Whether a weight has sidecars, be it under its own name."""
+        parts = self.stored.sidecars(weight)
+        return bool(parts) and ("weight" in parts or weight not in self.stored.headers)
+
+    def _keys(self, weight: str) -> list[str]:
+        if self.is_packed(weight):
+            return list(self.stored.sidecars(weight).values())
+        return [weight] if weight in self.stored.headers else []
 
     def rows(self, weight: str) -> int:
         """Rows of one matrix, as its headers state them."""
         if (header := self.stored.headers.get(weight)) is not None:
             return rows_of(weight, header.shape)
-        scales = self.stored.sidecars(weight).get("scales")
-        config = self.policy(weight)
+        parts, config = self.stored.sidecars(weight), self.policy(weight)
+        if "weight_packed" in parts:
+            return self.stored.headers[parts["weight_packed"]].shape[0]
+        scales = parts.get("scales")
         if scales is None or config is None or len(self.stored.headers[scales].shape) < 2:
             return 0
         return self.stored.headers[scales].shape[-2 if config.method == "olive" else -1]
