@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -279,10 +279,8 @@ def _layout(node: _Node) -> QuantizationConfig | None:
     """Every field of a layout, by its type; how wide and by which method is bounded."""
     if node.value is None:
         return None
-    read = {"int": _Node.number, "bool": _Node.flag, "str": _Node.text}
-    stated: dict[str, Any] = {
-        each.name: read[str(each.type)](node.get(each.name)) for each in fields(QuantizationConfig)
-    }
+    read: dict[str, Callable[[_Node], Any]] = {"int": _Node.number, "bool": _Node.flag, "str": _Node.text}
+    stated = {each.name: read[str(each.type)](node.get(each.name)) for each in fields(QuantizationConfig)}
     node.get("method").text(*BITS)
     node.get("bits").size(*WIDTHS)
     return QuantizationConfig(**stated)
