@@ -26,6 +26,9 @@ TAGS = {
     np.dtype(np.uint8): "U8",
     np.dtype(np.int8): "I8",
     np.dtype(np.int64): "I64",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+    np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
+    np.dtype(ml_dtypes.float8_e8m0fnu): "F8_E8M0",
 }
 HIDDEN, HEADS, KV, LAYERS, INNER, VOCAB = 64, 4, 2, 2, 96, 128
 

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "media": {"checkpoint", "config", "errors"},
     "families": {"config", "errors", "manifest", "plan", "rules"},
     "engine/target": {"config", "errors", "plan"},
-    "engine": {"families", "config", "engine/load", "errors", "plan", "text"},
+    "engine": {"families", "config", "engine/load", "errors", "plan", "text", "weights"},
     "engine/load": {"api", "families", "checkpoint", "config", "engine", "errors", "plan", "weights"},
     "onnx": {"families", "checkpoint", "config", "errors", "manifest", "plan", "text", "weights"},
     "api": {

@@ -99,13 +99,15 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
 
 
 def dequantize(record: WeightRecord) -> Array:
-    """A record's values as a float32 array: float32(code - zero) · float32(scale), or the float weight itself.
+    """A record's values as a float32 array: float32(code - zero) · float32(scale), what a codebook says of a code times
+    its scale, or the float weight itself.
 
     For tests and tools. No loader calls it: packed weights stay packed.
     """
     from waybill.plan.stream import materialize
     from waybill.weights.affine import AffinePackedWeight
-    from waybill.weights.dequantize import dequantize_arrays
+    from waybill.weights.codebook import CodebookWeight
+    from waybill.weights.dequantize import dequantize_arrays, dequantize_codes
 
     weight = record.storage
     with RangeReader(record.origin) as reader:
@@ -113,6 +115,8 @@ def dequantize(record: WeightRecord) -> Array:
     if isinstance(weight, AffinePackedWeight):
         zeros = parts.get("zero_points")
         return dequantize_arrays(parts["codes"], parts["scales"], zeros, weight.layout.bits, weight.in_features)
+    if isinstance(weight, CodebookWeight):
+        return dequantize_codes(parts["codes"], parts[weight.layout.scale_role], weight.layout)
     return parts["weight"].astype("float32")
 
 

@@ -235,7 +235,7 @@ def _layout(bill: Plan, policy: Policy, component: str) -> ComponentLayout:
     groups: dict[str, list[str]] = {}
     for weight, packing in bill.packings.items():
         if naming.component(weight) == component:
-            form = f"{packing.bits}-bit, group {packing.group}"
+            form = packing.form
             groups.setdefault(form, []).append(weight.removesuffix(".weight"))
     if plain:
         groups["float"] = plain

@@ -22,6 +22,7 @@ LAYERS = Path(__file__).parents[1] / "golden" / "layers"
 INDEX: dict[str, dict[str, Any]] = {
     entry["file"].removesuffix(".safetensors"): entry["config"]
     for entry in json.loads((LAYERS / "INDEX.json").read_text())
+    if "fp8" not in entry["file"] and "mxfp4" not in entry["file"]  # see test_floating
 }
 
 
@@ -131,7 +132,9 @@ def independent(name: str) -> tuple[Array, Array]:
 
 
 def test_the_golden_layers_are_all_accounted_for() -> None:
-    assert sorted(file.stem for file in LAYERS.glob("*.safetensors")) == sorted(INDEX)
+    listed = {entry["file"] for entry in json.loads((LAYERS / "INDEX.json").read_text())}
+    assert {file.name for file in LAYERS.glob("*.safetensors")} == listed
+    assert {f"{name}.safetensors" for name in INDEX} < listed
     assert len(SUPPORTED) == 84
 
 

@@ -172,20 +172,45 @@ def test_what_is_said_of_running_the_model_is_a_notice_and_changes_no_weight() -
     assert plan_of(block()).notices == ()
 
 
+@pytest.mark.parametrize("form", ["float-quantized", "naive-quantized"])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [({"strategy": "tensor"}, (-1, -1)), ({"strategy": "channel"}, (1, -1)),
+     ({"strategy": "block", "block_structure": [16, 32]}, (16, 32)),
+     ({"strategy": "group", "group_size": 32}, (1, 32))],
+)  # fmt: skip
+def test_8_bit_floats_have_blocks(form: str, strategy: dict[str, Any], size: tuple[int, int]) -> None:
+    own = plan_of(block(group(type="float", num_bits=8, symmetric=True, **strategy), format=form)).layout
+    assert own.is_floating
+    assert (own.block, own.divides) == (size, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"num_bits": 4}, "float, 4 bits, symmetric"), ({"symmetric": False}, "float, 8 bits, asymmetric"),
+     ({"type": "int"}, "int, 8 bits, symmetric")],
+)  # fmt: skip
+def test_other_floats_are_refused(changes: dict[str, Any], found: str) -> None:
+    stated = {"type": "float", "num_bits": 8, "symmetric": True} | changes
+    refused = problem(block(group(**stated), format="float-quantized"))
+    assert isinstance(refused, UnsupportedQuantization)
+    assert (refused.where, refused.found) == (f"{WHERE}.config_groups.group_0.weights.type", found)
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [("float-quantized", "float"), ("mxfp4-pack-quantized", "float"), ("naive-quantized", "float"),
-     ("nvfp4-pack-quantized", "float"), ("mxfp8-quantized", "float"), ("marlin-24", "int"), ("dense", "int"),
+    [("mxfp4-pack-quantized", "float"), ("nvfp4-pack-quantized", "float"),
+     ("mxfp8-quantized", "float"), ("marlin-24", "int"), ("dense", "int"),
      ("sparse-24-bitmask", "int"), ("fakequant", "int"), ("mixed-precision", "int"), (None, "int"), ("new", "int")],
 )  # fmt: skip
 def test_another_format_is_refused_by_its_name_and_place(form: str | None, kind: str) -> None:
     whole = problem(block(group(type=kind, num_bits=8), format=form))
     assert isinstance(whole, UnsupportedQuantization)
     assert (whole.where, whole.found) == (f"{WHERE}.format", form or "no format")
-    assert whole.expected == "pack-quantized | int-quantized | naive-quantized"
+    assert whole.expected == "pack-quantized | int-quantized | naive-quantized | float-quantized"
     if form is not None:
         own = problem(block(group(type=kind, num_bits=8) | {"format": form}))
         assert (own.where, own.found) == (f"{WHERE}.config_groups.group_0.format", form)

@@ -27,7 +27,7 @@ from waybill.errors import Refused
 from waybill.onnx.component import Component
 from waybill.onnx.providers import SCRATCH
 from waybill.onnx.target import in_blocks
-from waybill.plan.parameter import Packing, ParameterSpec, Part
+from waybill.plan.parameter import AffinePacking, ParameterSpec, Part
 
 CUDA: dict[str, Any] = {"ep": "cuda", "dtype": "float16"}
 WIDTHS = ("expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bits", "fc3_expert_weight_bits")
@@ -95,7 +95,7 @@ def test_experts_of_8_bits_have_rows_and_blocks_that_cuda_takes(group: int, inne
 
 
 def banks_of(*bits: int) -> list[ParameterSpec]:
-    packings = (Packing(each, 1024, "F16", True) for each in bits)
+    packings = (AffinePacking(each, 1024, "F16", True) for each in bits)
     part = Part((1024, 1024), None, "")
     return [
         ParameterSpec(name=f"x.experts.{name}", kind="experts", parts=(part,), stack=2, packing=packing)

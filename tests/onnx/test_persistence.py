@@ -57,7 +57,7 @@ def test_the_bill_says_what_each_component_is_for_where_it_hangs_what_it_owns_an
     assert [decoder[key] for key in keys] == ["decoder", "decoder", ["decoder"], {"lm_head": "lm_head"}, {}]
     assert decoder["layout"] == {
         "method": "olive", "bits": 4, "group_size": 16, "symmetric": False, "zero_offset": 0, "desc_act": False,
-        "form": "", "scale_rows": 1,
+        "form": "", "scale_rows": 1, "divides": False,
     }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _layout(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("aliases", {"a": 1}), "aliases.a", "a text"),
         (_set("excluded_methods", {"a": "gptq"}), "excluded_methods.a", "a list"),
         (_set("layout", "int4"), "layout", "an object"),
-        (_layout("method", "magic"), "layout.method", "gptq | awq | olive | compressed-tensors"),
+        (_layout("method", "magic"), "layout.method", "gptq | awq | olive | compressed-tensors | fp8 | mxfp4"),
         (_layout("bits", 3), "layout.bits", "2 | 4 | 8"),
         (_layout("group_size", -2), "layout.group_size", "a size"),
         (_layout("symmetric", 1), "layout.symmetric", "true or false"),

@@ -297,7 +297,7 @@ def test_what_is_wrong_with_every_layer_is_said_once_for_each_projection(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("gptq", {"checkpoint_format": "marlin"}), ("awq", {"version": "gemv"}), ("gptq", {"bits": 3}),
-     ("olive", {"quant_method": "fp8"}), ("auto-round", {"packing_format": "auto_round:mlx"})],
+     ("olive", {"quant_method": "bitsandbytes"}), ("auto-round", {"packing_format": "auto_round:mlx"})],
 )  # fmt: skip
 def test_metadata_that_is_not_supported_is_the_only_problem(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     (problem,) = refusals(edited(kind, **changes), tmp_path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import waybill
-from checkpoints import Recipe, lively, llama, qwen3_moe
+from checkpoints import BF16, Recipe, lively, llama, qwen3_moe
+from floating import Blocks, pack_fp8, pack_mxfp4
 from packing import Scheme, compressed_group, pack
 from waybill.errors import WaybillError
 
@@ -40,6 +41,24 @@ def stating(make: Make, **changes: object) -> Make:
         return recipe
 
     return changed
+
+
+def floating(blocks: Blocks, keep: Collection[str] = ()) -> Make:
+    return lambda: pack_fp8(lively(llama(np.float32)), blocks, keep=keep).packed
+
+
+def mxfp4() -> Recipe:
+    return pack_mxfp4(lively(qwen3_moe(np.float32, banks=True))).packed
+
+
+def without(make: Make, ending: str) -> Make:
+    """The same checkpoint without tensors of these names."""
+
+    def left() -> Recipe:
+        recipe = make()
+        return Recipe(recipe.config, {name: t for name, t in recipe.tensors.items() if not name.endswith(ending)})
+
+    return left
 
 
 def some_modules_listed() -> Recipe:
@@ -75,6 +94,7 @@ def by_expression() -> dict[str, object]:
     return {"group_0": compressed_group(CT, [others])}
 
 
+FP8 = "DeepSeek, Qwen, transformers (FP8)"
 GPTQ, AWQ, OLIVE, AUTO_ROUND, CT = (Scheme(form) for form in ("gptq", "awq", "olive", "auto_round", "ct"))
 READ: dict[tuple[str, str], Make] = {
     ("GPTQModel, AutoGPTQ", "`gptq`"): packed(GPTQ),
@@ -106,6 +126,7 @@ READ: dict[tuple[str, str], Make] = {
     ("auto-round", "`extra_config`"): packed(AUTO_ROUND, overrides={DOWN: {"bits": 8}}),
     ("llm-compressor", "`pack-quantized`"): packed(CT),
     ("llm-compressor", "`int-quantized`"): packed(Scheme("ct_int", bits=8)),
+    ("llm-compressor", "`float-quantized`"): floating(Blocks(compressed=True)),
     ("llm-compressor", "2 bits"): packed(Scheme("ct", bits=2)),
     ("llm-compressor", "4 bits"): packed(Scheme("ct", bits=4)),
     ("llm-compressor", "8 bits"): packed(Scheme("ct", bits=8)),
@@ -120,6 +141,16 @@ READ: dict[tuple[str, str], Make] = {
     ("llm-compressor", "presets by name"): stating(
         packed(Scheme("ct", group=128, symmetric=True)), config_groups={"W4A16": ["Linear"]}
     ),
+    (FP8, "`weight_block_size`"): floating(Blocks()),
+    (FP8, "short last blocks"): floating(Blocks(48, 40)),
+    (FP8, "one scale a tensor"): floating(Blocks(-1, -1)),
+    (FP8, "bfloat16 scales"): floating(Blocks(scales=BF16)),
+    (FP8, "`modules_to_not_convert`"): floating(Blocks(), keep=[DOWN]),
+    (FP8, "expert banks"): lambda: pack_fp8(lively(qwen3_moe(np.float32, banks=True)), Blocks(16, 16)).packed,
+    ("GPTQModel (FP8)", "`block`"): floating(Blocks(gptqmodel=True)),
+    ("GPTQModel (FP8)", "`row`"): floating(Blocks(1, -1, gptqmodel=True)),
+    ("GPTQModel (FP8)", "`tensor`"): floating(Blocks(-1, -1, gptqmodel=True)),
+    ("gpt-oss (MXFP4)", "expert banks"): mxfp4,
 }
 REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
     ("GPTQModel, AutoGPTQ", "act-order"): (stating(packed(GPTQ), desc_act=True), "act-order", "desc_act"),
@@ -142,7 +173,7 @@ REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
             stating(packed(CT), config_groups={"g": compressed_group(CT, ["Linear"]) | {"format": form}}),
             "unsupported-quantization", form,
         )
-        for form in ("float-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+        for form in ("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
     },
     ("llm-compressor", "sparse formats"): (
         stating(packed(CT), sparsity_config={"format": "sparse-bitmask"}), "unsupported-quantization", "sparse-bitmask",
@@ -151,6 +182,13 @@ REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
         stating(packed(CT), transform_config={"config_groups": {"R1": {}}}),
         "unsupported-quantization", "transform_config",
     ),
+    (FP8, "4-bit experts"): (stating(floating(Blocks()), expert_dtype="fp4"), "unsupported-quantization", "fp4"),
+    (FP8, "8-bit floats without scales"): (without(floating(Blocks()), "_scale_inv"), "incomplete-weight", "scale_inv"),
+    ("GPTQModel (FP8)", "other scale semantics"): (
+        stating(floating(Blocks(gptqmodel=True)), weight_scale_semantics="direct"), "unsupported-quantization",
+        "direct",
+    ),
+    ("gpt-oss (MXFP4)", "a bank without its scales"): (without(mxfp4, "_scales"), "incomplete-weight", "scales"),
 }  # fmt: skip
 
 

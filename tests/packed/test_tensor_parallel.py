@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import LAYERS, Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from checkpoints import BF16, LAYERS, Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from floating import Blocks, pack_fp8
 from packed.tp_worker import play
 from packing import Scheme, Twins, pack
 from parity.tolerances import LOGITS_FLOAT32_RANKS
@@ -64,6 +65,10 @@ CASES: dict[str, Callable[[], Twins]] = {
     ),
     "olive-head-of-one-row": lambda: pack(lively(llama(np.float32, vocab_size=1)), Scheme("olive"), head=True),
     "olive-banks": lambda: pack(lively(qwen3_moe(np.float32, banks=True)), Scheme("olive")),
+    "fp8": lambda: pack_fp8(lively(qwen3(np.float32)), Blocks(16, 16)),
+    "fp8-one-scale": lambda: pack_fp8(lively(llama(np.float32)), Blocks(-1, -1, BF16)),
+    "fp8-a-scale-a-row-divided": lambda: pack_fp8(lively(qwen2(np.float32)), Blocks(1, -1, gptqmodel=True)),
+    "fp8-experts": lambda: pack_fp8(lively(qwen3_moe(np.float32)), Blocks(16, 16)),
     "olive-mixed": lambda: pack(
         lively(qwen2(np.float32)), Scheme("olive"), keep=[V], overrides={K: {"bits": 8, "group": 16}}
     ),

@@ -29,7 +29,8 @@ def of(tag: str, *values: float) -> Array:
 
 
 def test_the_tags_name_the_dtypes_safetensors_means() -> None:
-    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "I32": 4, "I64": 8,
+             "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
     assert {tag: dtype.itemsize for tag, dtype in NUMPY_DTYPES.items()} == sizes
     assert float(ml_dtypes.finfo(NUMPY_DTYPES["BF16"]).max) > 3e38
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: codes packed along K in words of a row, or signed bytes as they are; scales beside them.
+"""compressed-tensors: codes packed along K in words of a row, or bytes as they are; scales beside them.
 
 Written by llm-compressor and auto-round. Codes and zero points are signed integers raised by half their range, which is
 what an unsigned code and its true zero point are. Releases up to 0.8 store zero points unpacked and signed.
@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from waybill.checkpoint import TensorHeader
 from waybill.codecs.checks import SCALE_DTYPES, act_order, groups_of, misfit, missing_roles
 from waybill.codecs.decoders import Raised, RowBytes, Spread, Witnessed, ZeroPoints
+from waybill.codecs.fp8 import float8_misfits, float8_weight
 from waybill.codecs.protocol import Sidecars
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import PackingMismatch, WaybillError
 from waybill.weights.affine import AffineLayout, AffinePackedWeight
 from waybill.weights.lazy import Decoded, Decoder, LazyTensor, stored
+from waybill.weights.record import PackedStorage
 
 
 class CompressedTensors:
-    """weight_packed I32 [N, K·bits/32] or weight I8 [N, K], weight_scale [N, G], weight_zero_point when asymmetric.
+    """weight_packed I32 [N, K·bits/32] or weight I8 or F8 [N, K], weight_scale [N, G], weight_zero_point if asymmetric.
 
     A scale of a whole tensor is a single number, one of blocks [ceil(N/rows), G]. weight_shape, which repeats [N, K],
     and weight_g_idx are looked at when bytes are read.
@@ -30,14 +32,19 @@ class CompressedTensors:
 
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Roles, dtypes, and that N, K and G agree among all of them."""
+        if config.is_floating:
+            lost = list(missing_roles(name, sidecars, "weight", "weight_scale"))
+            return lost or list(_floats(name, sidecars, config))
         required = [_codes_of(config), "weight_scale"]
         if not config.symmetric:
             required.append("weight_zero_point")
         problems = list(missing_roles(name, sidecars, *required))
         return problems or list(_shapes(name, sidecars, config))
 
-    def normalize(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> AffinePackedWeight:
-        """Words of a row are the canonical bytes; signed bytes are, once their sign is turned."""
+    def normalize(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> PackedStorage:
+        """Words of a row are the canonical bytes, and floats are; signed bytes are, once their sign is turned."""
+        if config.is_floating:
+            return float8_weight(sidecars["weight"], sidecars["weight_scale"], config.block)
         outputs, in_features = _size(sidecars, config)
         group, groups = groups_of(in_features, config)
         zeros, shape = sidecars.get("weight_zero_point"), (outputs, groups)
@@ -101,6 +108,13 @@ def _spread(value: LazyTensor, header: TensorHeader, shape: tuple[int, int], con
     """One row for each output."""
     rows = shape[0] if config.scale_rows == -1 else config.scale_rows
     return value if rows == 1 else _decoded(header, value.dtype, shape, Spread(value, rows))
+
+
+def _floats(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterator[WaybillError]:
+    """What breaks 8-bit floats: their scales, or a part that belongs to integers."""
+    yield from float8_misfits(name, sidecars, "weight_scale", config)
+    for role in sidecars.keys() - {"weight", "weight_scale"}:
+        yield misfit(name, sidecars, role, "nothing of that name beside floats", config)
 
 
 def _shapes(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterator[WaybillError]:

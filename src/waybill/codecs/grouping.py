@@ -11,19 +11,14 @@ from waybill.config.quantization import QuantizationConfig
 from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
 from waybill.manifest.quantization import Policy
 from waybill.weights import FloatWeight, WeightRecord, stored
-from waybill.weights.affine import AffinePackedWeight
+from waybill.weights.record import PackedStorage
 
-ROLES = ("qweight", "scales", "qzeros", "g_idx")
+ROLES = ("qweight", "scales", "qzeros", "g_idx", "scale_inv", "blocks")
 WEIGHT_ROLES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 """Roles that begin with the parameter's own name."""
-FOREIGN_ROLES = (
-    "weight_scale_inv",
-    "_blocks",
-    "absmax",
-    "quant_map",
-)
+FOREIGN_ROLES = ("absmax", "quant_map")
 """Endings of packed formats that no codec reads yet: named, instead of reported as unknown tensors."""
-CODES = frozenset({"qweight", "weight_packed"})
+CODES = frozenset({"qweight", "weight_packed", "blocks"})
 """Roles of codes that stand under a name of their own, where the parameter's own name is another weight."""
 
 
@@ -49,7 +44,7 @@ def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[Waybill
     for name, header in tensors.items():
         if name in unneeded:
             continue
-        if (split := split_role(name) or _as_part(header, tensors)) is not None:
+        if (split := split_role(name) or _as_part(header, tensors, policy)) is not None:
             if (first := packed[split[0]].setdefault(split[1], header)) is not header:
                 problems.append(_both(split[0], {split[1]: first}, header))
         else:
@@ -75,10 +70,16 @@ def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[Waybill
     return [] if unstated else records
 
 
-def _as_part(header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
-    """Codes that stand under the parameter's own name: signed bytes, or whatever has scales beside it."""
-    is_part = header.name.endswith(".weight") and (header.dtype == "I8" or f"{header.name}_scale" in tensors)
-    return (header.name, "weight") if is_part else None
+def _as_part(header: TensorHeader, tensors: Mapping[str, TensorHeader], policy: Policy) -> tuple[str, str] | None:
+    """Codes that stand under the parameter's own name: signed bytes, whatever has scales beside it, and 8-bit floats
+    where the metadata says that they have scales."""
+    name, module = header.name, header.name.removesuffix(".weight")
+    is_part = (
+        (name != module and (header.dtype == "I8" or f"{name}_scale" in tensors))
+        or (f"{name}_scale_inv" in tensors and policy.plan_of(module) is not None)
+        or (header.dtype.startswith("F8_") and policy.of(module) is not None)
+    )
+    return (name, "weight") if is_part else None
 
 
 def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
@@ -95,7 +96,7 @@ def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:
 
 def _packed(
     name: str, sidecars: Mapping[str, TensorHeader], policy: Policy, problems: list[WaybillError]
-) -> AffinePackedWeight | None:
+) -> PackedStorage | None:
     from waybill.codecs.registry import CODECS  # numpy comes with it; a float checkpoint is planned without
 
     module = name.removesuffix(".weight")
@@ -131,7 +132,7 @@ def _foreign(headers: list[TensorHeader]) -> WaybillError:
     return UnsupportedQuantization(
         "the checkpoint is packed in a format that is not read",
         where=_places(headers),
-        expected="GPTQ, AWQ, Olive or compressed-tensors sidecars, or float weights",
+        expected="sidecars of GPTQ, AWQ, Olive, compressed-tensors, FP8 or MXFP4, or float weights",
         found=f"{len(headers)} tensors of another packed format",
         fix="use an export in one of these formats, or the float checkpoint",
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 from waybill.checkpoint import TensorHeader
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import WaybillError
-from waybill.weights.affine import AffinePackedWeight
+from waybill.weights.record import PackedStorage
 
 Sidecars = Mapping[str, TensorHeader]
 """The stored tensors of one packed weight, by role: the end of its name, or `weight` for the name itself."""
@@ -24,5 +24,5 @@ class QuantizationCodec(Protocol):
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Everything the headers of one weight break; empty when `normalize` may be called."""
 
-    def normalize(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> AffinePackedWeight:
+    def normalize(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> PackedStorage:
         """The canonical form, lazily."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from waybill.config.fields import Fields
 from waybill.config.match import compressed_targets
-from waybill.config.quantization import ComponentQuantizationPlan, Override, QuantizationConfig
+from waybill.config.quantization import FLOATS, ComponentQuantizationPlan, Override, QuantizationConfig
 from waybill.errors import BadConfig, UnsupportedQuantization
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS = "pack-quantized", "int-quantized"
 _FORMATS = {PACKED: PACKED, INTEGERS: INTEGERS, "naive-quantized": INTEGERS}
 """`format` of integer weights to the layout of their tensors."""
-_CODEBOOKS = ("float-quantized", "mxfp4-pack-quantized")
+_CODEBOOKS = (FLOATS, "mxfp4-pack-quantized")
 _SCHEME = {"num_bits": 8, "type": "int", "symmetric": True}
 """What a scheme means where it says nothing."""
 _INT_PRESET = re.compile(r"W([2-8])A(4|8|16|FP8)")
@@ -143,9 +143,9 @@ def _layout(group: Fields, weights: Fields) -> QuantizationConfig | None:
     form, kind = str(group.raw.get("format") or group.defaults["format"] or "no format"), weights.text("type")
     place, key = (group, "format") if group.stated("format") else (_parent(group), "format")
     if form in _CODEBOOKS or (kind == "float" and form == "naive-quantized"):
-        return _codebook(place, key, form)
+        return _codebook(place, key, form, weights)
     if form not in _FORMATS:
-        _refuse(place, key, " | ".join(_FORMATS), form)
+        _refuse(place, key, f"{' | '.join(_FORMATS)} | {FLOATS}", form)
         return None
     if kind != "int":
         _refuse(weights, "type", "int", kind)
@@ -166,10 +166,18 @@ def _layout(group: Fields, weights: Fields) -> QuantizationConfig | None:
     )
 
 
-def _codebook(place: Fields, key: str, form: str) -> QuantizationConfig | None:
-    """Weights whose codes stand for floats, 8-bit or 4-bit: they are known, and not affine."""
-    _refuse(place, key, " | ".join(_FORMATS), form)
-    return None
+def _codebook(place: Fields, key: str, form: str, weights: Fields) -> QuantizationConfig | None:
+    """Weights whose codes stand for floats: those of 8 bits are read, of 4 bits they are known and refused."""
+    if form not in (FLOATS, "naive-quantized"):
+        _refuse(place, key, f"{' | '.join(_FORMATS)} | {FLOATS}", form)
+        return None
+    stated = (weights.text("type"), weights.integer("num_bits", high=32), weights.boolean("symmetric"))
+    if stated != ("float", 8, True):
+        found = f"{stated[0]}, {stated[1]} bits, {'symmetric' if stated[2] else 'asymmetric'}"
+        _refuse(weights, "type", f"float, 8 bits, symmetric: {form}", found)
+        return None
+    columns, rows = _blocks(weights)
+    return QuantizationConfig(method=METHOD, bits=8, group_size=columns, symmetric=True, form=FLOATS, scale_rows=rows)
 
 
 def _parent(group: Fields) -> Fields:

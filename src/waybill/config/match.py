@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from waybill.errors import BadPattern
 
-Plain = Literal["exact", "subtree", "ending", "substring", "regex"]
+Plain = Literal["exact", "subtree", "ending", "substring", "regex", "either"]
 """What a pattern without a marker means: this name; it and all below it; any path ending in it; any name containing it;
-an expression."""
+an expression; an expression for a path and all below it, or a text that the name ends in."""
 Anchor = Literal["full", "start", "search"]
 """Where an expression must match: the whole name, from its start, anywhere."""
 
@@ -51,6 +51,9 @@ class Matcher:
                 expressions.append((index, pattern.removeprefix(marker)))
             elif plain == "regex":
                 expressions.append((index, pattern))
+            elif plain == "either":
+                end = "" if pattern.endswith(".") else r"(?:\.|$)"
+                expressions.append((index, f"(?:(?:{pattern}){end}|.*{_escaped(pattern)}$)"))
             elif plain == "substring":
                 substrings.append((index, _escaped(pattern)))
             else:
@@ -150,3 +153,8 @@ def compressed_targets(patterns: Sequence[str], where: str) -> Matcher:
     named = {name for names in CLASSES.values() for name in names}
     ordered = sorted(patterns, key=lambda p: (p in named, p.startswith("re:"), p))
     return Matcher(ordered, plain="exact", anchor="start", marker="re:", where=where, classes=CLASSES)
+
+
+def fp8_exclusions(patterns: Sequence[str], where: str) -> Matcher:
+    """transformers' modules_to_not_convert: an expression for a path and all below it, or an ending of the name."""
+    return Matcher(patterns, plain="either", anchor="start", marker="", where=where)

@@ -11,6 +11,7 @@ from typing import Any
 
 from waybill.config import compressed_tensors
 from waybill.config.fields import Fields
+from waybill.config.floating import fp8_plan, mxfp4_plan
 from waybill.config.match import (
     Matcher,
     auto_round_search,
@@ -27,7 +28,7 @@ from waybill.config.quantization import (
 )
 from waybill.errors import BadConfig, BadPattern, UnsupportedQuantization, WaybillError
 
-BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8), "compressed-tensors": (2, 4, 8)}
+BITS = {"gptq": (2, 4, 8), "awq": (4,), "olive": (2, 4, 8), "compressed-tensors": (2, 4, 8), "fp8": (8,), "mxfp4": (4,)}
 
 
 def difference(block: Mapping[str, Any], where: str, again: Mapping[str, Any], other: str) -> str | None:
@@ -50,10 +51,14 @@ def _short(value: Any) -> str:
 _COMPARED = (
     "bits", "group_size", "zero_point", "desc_act", "lm_head", "embeds", "moe", "dynamic", "overrides", "extra_config",
     "modules_to_not_convert", "modules_in_block_to_quantize", "block_name_to_quantize",
-    "config_groups", "ignore",
+    "config_groups", "ignore", "weight_block_size", "weight_scale_method", "weight_scale_semantics",
 )  # fmt: skip
 """What decides how a weight is read, and is spelled one way."""
-_SPELLINGS = {"bits": ("w_bit", "wbits"), "group_size": ("q_group_size",)}
+_SPELLINGS = {
+    "bits": ("w_bit", "wbits"),
+    "group_size": ("q_group_size",),
+    "modules_to_not_convert": ("ignored_layers",),
+}
 _SWITCHES = {"head": ("lm_head", "quantize_lm_head"), "embedding": ("embeds", "quantize_embeddings")}
 """Which tables are packed: the producers' word for it, and that of component entries."""
 _FORMS = {
@@ -144,7 +149,7 @@ def _with_paths(plan: ComponentQuantizationPlan, fields: Fields) -> ComponentQua
 
 RULES = (
     "modules_to_not_convert", "overrides", "dynamic", "extra_config", "modules_in_block_to_quantize",
-    "block_name_to_quantize", "to_quant_block_names",
+    "block_name_to_quantize", "to_quant_block_names", "ignored_layers", "modules_to_convert",
 )  # fmt: skip
 """Fields that speak of single modules."""
 
@@ -348,6 +353,8 @@ _READERS = {
     "olive": _olive,
     "auto-round": _auto_round,
     "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8_plan,
+    "mxfp4": mxfp4_plan,
 }
 
 

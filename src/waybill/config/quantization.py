@@ -12,6 +12,10 @@ from typing import Any
 
 from waybill.config.match import Matcher
 
+FLOATING = ("fp8", "mxfp4")
+"""Methods whose codes are small floats."""
+FLOATS = "float-quantized"
+"""The form of them in a method that has others."""
 MODEL_WIDE = "the model-wide layout"
 """What decides where no rule does."""
 
@@ -21,7 +25,8 @@ class QuantizationConfig:
     """How one module is packed. group_size -1 is one group over all of K.
 
     `zero_offset` is what the producer subtracted from every stored zero point (GPTQ v1: 1). `form` is the layout of the
-    tensors, where a method has several. `scale_rows` outputs share a scale; -1 is all of them.
+    tensors, where a method has several. `scale_rows` outputs share a scale; -1 is all of them. A scale of codes that
+    are floats multiplies, or `divides`.
     """
 
     method: str
@@ -32,8 +37,22 @@ class QuantizationConfig:
     desc_act: bool = False
     form: str = ""
     scale_rows: int = 1
+    divides: bool = False
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether codes are small floats, and not integers."""
+        return self.method in FLOATING or self.form == FLOATS
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; -1 is the whole axis."""
+        return self.scale_rows, self.group_size
 
     def __str__(self) -> str:
+        if self.is_floating:
+            rows, columns = ("all" if size == -1 else str(size) for size in self.block)
+            return f"{self.method}, blocks of {rows}x{columns}{', divided by their scales' if self.divides else ''}"
         sign = "symmetric" if self.symmetric else "asymmetric"
         rows = "" if self.scale_rows == 1 else f" of {self.scale_rows} rows"
         return f"{self.method} {self.bits}-bit, group {self.group_size}{rows}, {sign}"

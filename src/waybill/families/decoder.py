@@ -15,7 +15,7 @@ from typing import Any
 from waybill.config import ModelConfig, read_model_config
 from waybill.manifest import ComponentManifest, Task, resolve_components
 from waybill.plan.family import Family, Reading
-from waybill.plan.parameter import AS_ENGINE, Kind, Merges, Packing, ParameterSpec, Part, Shard
+from waybill.plan.parameter import AS_ENGINE, Kind, Merges, Packing, ParameterSpec, Part, Shard, mergeable
 from waybill.rules import Drop, DropUnder, Move, RuleTable
 
 ROOT = "model"
@@ -212,9 +212,7 @@ class _Blueprint:
         self, path: str, weights: Mapping[str, Part], biases: Mapping[str, Part] | None, wanted: bool
     ) -> Iterator[ParameterSpec]:
         """One parameter of all members when that is wanted and they are float or packed alike, else each by itself."""
-        packings = [self.packings.get(f"{name}.weight") for name in weights]
-        first = packings[0]
-        alike = all(packing is None if first is None else first.merges_with(packing) for packing in packings)
+        alike = mergeable([self.packings.get(f"{name}.weight") for name in weights], list(weights.values()))
         if wanted and alike:
             packing = self._common([f"{name}.weight" for name in weights])
             yield ParameterSpec(name=f"{path}.weight", kind="linear", parts=tuple(weights.values()), packing=packing)
@@ -227,15 +225,12 @@ class _Blueprint:
                 yield ParameterSpec(name=f"{name}.bias", kind="vector", parts=(biases[name],))
 
     def _common(self, names: list[str]) -> Packing | None:
-        """The packing of a parameter made of several weights: the first's, with zero points when any has them.
+        """The packing of a parameter made of several weights.
 
         A weight without one may be missing rather than float, so the first that has one speaks for all.
         """
         alike = [packing for name in names if (packing := self.packings.get(name)) is not None]
-        if not alike:
-            return None
-        zeros = any(packing.zero_points for packing in alike)
-        return alike[0]._replace(zero_points=zeros, symmetric=all(packing.symmetric for packing in alike))
+        return alike[0].joined(alike[1:]) if alike else None
 
     def _linear(self, path: str, part: Part) -> ParameterSpec:
         name = f"{path}.weight"

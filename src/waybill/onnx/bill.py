@@ -15,7 +15,7 @@ from waybill.onnx.graph import TAGS, Graph, form
 from waybill.onnx.options import Options
 from waybill.onnx.providers import verdicts
 from waybill.plan import Binding, Plan
-from waybill.plan.parameter import ParameterSpec
+from waybill.plan.parameter import AffinePacking, CodebookPacking, ParameterSpec
 
 FORMAT = 2
 TABLE = {"role": "table", "sources": [], "operations": ["computed from the config"]}
@@ -106,6 +106,9 @@ def _origin(binding: Binding, specs: Mapping[str, ParameterSpec]) -> dict[str, A
     if binding.role != "weight":
         stem = binding.target.rpartition(".")[0]
         spec = specs.get(f"{stem}.weight") or specs[stem]
-        if spec.packing is not None:
+        if isinstance(spec.packing, AffinePacking):
             origin["packing"] = {"bits": spec.packing.bits, "block_size": spec.packing.group}
+        elif isinstance(spec.packing, CodebookPacking):
+            layout = spec.packing.layout
+            origin["packing"] = {"bits": layout.bits, "block_size": layout.columns, "table": layout.table}
     return origin

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
 from waybill.plan import Binding
-from waybill.plan.bill import CHUNK, THREADS
+from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS
 from waybill.plan.damage import bad_scales
 from waybill.plan.pages import Scratch
 from waybill.plan.stream import fill, ranges
@@ -171,7 +171,7 @@ class _Writer:
     def binding(self, name: str, binding: Binding) -> str:
         """One initializer: linked, copied inside the kernel, or made piece by piece."""
         place = self.layout.places[name]
-        whole = binding.role == "scales"  # few, and looked at as a whole
+        whole = binding.role in SCALE_ROLES  # few, and looked at as a whole
         linked = name in self.layout.linked
         if not whole and (linked or (binding.is_direct and self._copied(binding, place))):
             return digest(self.folder / place.file, place, self.progress)

@@ -55,6 +55,9 @@ def _implied(node: ir.Node) -> dict[int, tuple[int, ...]]:
         blocks = octets * 8 // number["bits"] // number["block_size"]
         return {0: (rows, blocks * number["block_size"] * number["bits"] // 8), 2: (rows, blocks),
                 3: (rows, math.ceil(blocks * number["bits"] / 8))}  # fmt: skip
+    if node.op_type == "DequantizeLinear":
+        rows, columns = _shape(node, 0)
+        return {1: (rows, math.ceil(columns / number["block_size"]))}
     if node.op_type == "QMoE":
         return _bank(node, 2, 11, number) | _bank(node, 5, 12, number)
     return {}

@@ -20,6 +20,8 @@ IR_DTYPES = {
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
     "U8": ir.DataType.UINT8,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "F8_E5M2": ir.DataType.FLOAT8E5M2,
     "I64": ir.DataType.INT64,
 }
 """Safetensors tags of what a package holds."""

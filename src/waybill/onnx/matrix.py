@@ -1,4 +1,4 @@
-"""Matrices as nodes: multiplied by, and looked up in. Float as stored, or packed and kept packed.
+"""Matrices as nodes: multiplied by, and looked up in. Float as stored, or packed and kept packed, or 8-bit floats.
 
 A packed matrix [N, K] in blocks of B elements with b bits: codes U8 [N, nb, B·b/8], scales [N, nb], zero points packed
 like the codes, U8 [N, ceil(nb·b/8)], or none: 2**(b-1) everywhere.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from waybill.onnx.graph import MICROSOFT, Graph
-from waybill.plan.parameter import Packing, ParameterSpec, part_name
+from waybill.plan.parameter import AffinePacking, CodebookPacking, ParameterSpec, part_name
 
 INT8_ACTIVATIONS = 4
 """accuracy_level: the product may round activations to 8 bits; an order of magnitude faster for 2 and 8 bits."""
@@ -42,8 +42,8 @@ class Matrices:
         """x Wᵀ + b, [..., K] -> [..., N]."""
         spec = self.spec(weight)
         added = self.vector(bias) if bias is not None and bias in self.specs else None
-        if spec.packing is None:
-            return self._float_product(name, x, spec, added)
+        if not isinstance(spec.packing, AffinePacking):
+            return self._float_product(name, x, self._matrix(spec), added)
         rows, columns = spec.local_shape(0, 1)
         codes, scales, zeros = self.packed(spec, spec.packing)
         return self.graph.op(
@@ -52,9 +52,21 @@ class Matrices:
             accuracy_level=self.accuracy_level,
         )  # fmt: skip
 
-    def _float_product(self, name: str, x: ir.Value, spec: ParameterSpec, bias: ir.Value | None) -> ir.Value:
-        """By the weight as Hugging Face stores it, [N, K]: nothing is transposed, and a tied head is the embedding."""
-        weight = self.graph.parameter(spec.name, self.dtype, spec.local_shape(0, 1))
+    def _matrix(self, spec: ParameterSpec) -> ir.Value:
+        """[N, K] in floats: as it is, or made of 8-bit floats and the scales of each row, exactly."""
+        rows, columns = shape = spec.local_shape(0, 1)
+        if not isinstance(spec.packing, CodebookPacking):
+            return self.graph.parameter(spec.name, self.dtype, shape)
+        layout = spec.packing.layout
+        codes = self.graph.parameter(part_name(spec.name, "codes"), f"F8_{layout.table}", shape)
+        blocks = -(-columns // layout.columns)
+        scales = self.graph.parameter(part_name(spec.name, "scales"), self.dtype, (rows, blocks))
+        return self.graph.op(
+            f"{spec.name}/values", "DequantizeLinear", codes, scales, axis=1, block_size=layout.columns
+        )
+
+    def _float_product(self, name: str, x: ir.Value, weight: ir.Value, bias: ir.Value | None) -> ir.Value:
+        """By a weight [N, K], as Hugging Face stores it: nothing is transposed, and a tied head is the embedding."""
         label = name if bias is None else f"{name}/product"
         if self.dtype == "F32":
             y = self.graph.op(label, "FusedMatMul", x, weight, domain=MICROSOFT, transB=1)
@@ -67,7 +79,7 @@ class Matrices:
         """Rows of a table, [...] -> [..., K]."""
         spec = self.spec(weight)
         weight = spec.name
-        if spec.packing is None:
+        if not isinstance(spec.packing, AffinePacking):
             return self.graph.op(name, "Gather", self.graph.parameter(weight, self.dtype, spec.local_shape(0, 1)), ids)
         packing = spec.packing
         rows, columns = spec.local_shape(0, 1)
@@ -81,7 +93,7 @@ class Matrices:
             gather_axis=0, quantize_axis=1, bits=packing.bits, block_size=packing.group,
         )  # fmt: skip
 
-    def packed(self, spec: ParameterSpec, packing: Packing) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    def packed(self, spec: ParameterSpec, packing: AffinePacking) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         """Codes, scales and zero points of a matrix or a bank."""
         *rows, columns = spec.local_shape(0, 1)
         blocks = -(-columns // packing.group)

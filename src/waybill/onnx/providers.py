@@ -12,8 +12,8 @@ from typing import Any
 
 from waybill.config.composite import Composite, Config
 from waybill.config.model import DTYPE_TAGS
-from waybill.errors import UnsupportedByRuntime, WaybillError
-from waybill.plan.parameter import SMALLEST_GROUP, ParameterSpec
+from waybill.errors import UnsupportedByRuntime, WaybillError, some
+from waybill.plan.parameter import SMALLEST_GROUP, AffinePacking, CodebookPacking, ParameterSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 DTYPES = ("float16", "bfloat16", "float32")
@@ -32,12 +32,13 @@ def obstacles(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: st
     for pair in _banks(specs):
         if len(bits := _widths(*pair)) == 2:
             widths.setdefault((bits[0], bits[1]), pair[0].name)
-    blocks = {spec.packing.group: spec.name for spec in reversed(specs) if spec.packing is not None}
+    blocks = {spec.packing.group: spec.name for spec in reversed(specs) if isinstance(spec.packing, AffinePacking)}
     if blocks and (least := min(blocks)) < SMALLEST_GROUP:
         yield blocks[least], f"blocks of at least {SMALLEST_GROUP} that fill every row", f"blocks of {least}"
     yield from (_on_the_cpu if ep == "cpu" else _on_cuda)(config, widths, dtype)
     if ep == "cuda":
         yield from _unfit_bytes(specs)
+        yield from _untried(specs)
 
 
 def _on_the_cpu(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) -> Iterator[tuple[str, str, str]]:
@@ -63,7 +64,7 @@ def _on_cuda(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) 
 def _unfit_bytes(specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, str, str]]:
     """Banks of 8 bits that CUDA's kernel for them does not take."""
     for bank in (bank for pair in _banks(specs) if _widths(*pair) == (8, 8) for bank in pair):
-        columns, group = bank.parts[0].shape[-1], bank.packing.group if bank.packing is not None else 0
+        columns, group = bank.parts[0].shape[-1], bank.packing.group if isinstance(bank.packing, AffinePacking) else 0
         if columns % 64 or group % 32:
             found = f"rows of {columns} in blocks of {group}"
             yield bank.name, "for experts of 8 bits, rows of a multiple of 64 in blocks of one of 32", found
@@ -74,6 +75,13 @@ def scratch_bytes(specs: Sequence[ParameterSpec]) -> int:
     """Bytes that CUDA unpacks the largest pair of banks of unequal bits into; 0 where all are equal."""
     uneven = (pair for pair in _banks(specs) if len({*_widths(*pair)}) > 1)
     return max((2 * sum(math.prod(bank.local_shape(0, 1)) for bank in pair) for pair in uneven), default=0)
+
+
+def _untried(specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, str, str]]:
+    """8-bit floats, which were measured on the CPU only."""
+    coded = next((spec for spec in specs if isinstance(spec.packing, CodebookPacking)), None)
+    if coded is not None:
+        yield coded.name, "floats, or packed integers: its kernels for 8-bit floats were not tried", str(coded.packing)
 
 
 def verdicts(config: Config, specs: Sequence[ParameterSpec], dtype: str) -> dict[str, dict[str, Any]]:
@@ -90,8 +98,8 @@ def verdicts(config: Config, specs: Sequence[ParameterSpec], dtype: str) -> dict
 
 
 def _widths(*banks: ParameterSpec) -> tuple[int, ...]:
-    """Bits of packed banks."""
-    return tuple(bank.packing.bits for bank in banks if bank.packing is not None)
+    """Bits of banks that are packed as integers."""
+    return tuple(bank.packing.bits for bank in banks if isinstance(bank.packing, AffinePacking))
 
 
 def _banks(specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
@@ -137,6 +145,7 @@ def refusals(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str
             found=f"{positions:,}",
             fix="lower it in config.json to what will be used; it is the length of a table, and a cache is no longer",
         )
+    yield from _unheld(specs)
     rounded = [s for s in specs if s.packing is not None and dtype == "BF16" and s.packing.scale_dtype == "F16"]
     if rounded:
         yield UnsupportedByRuntime(
@@ -146,3 +155,33 @@ def refusals(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str
             found=f"bfloat16, for the scales of {len(rounded)} packed weights",
             fix="export with --dtype float16 or float32",
         )
+
+
+def _unheld(specs: Sequence[ParameterSpec]) -> Iterator[WaybillError]:
+    """Codebook weights that no operator computes from exactly: one problem for each reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for spec in specs:
+        if isinstance(spec.packing, CodebookPacking) and (reason := _unheld_because(spec, spec.packing)) is not None:
+            reasons.setdefault(reason, []).append(spec.name)
+    for (expected, found), names in reasons.items():
+        yield UnsupportedByRuntime(
+            "no operator holds a packed weight exactly",
+            where=some(names),
+            expected=expected,
+            found=found,
+            fix="use the engine, which computes from it as it is",
+        )
+
+
+def _unheld_because(spec: ParameterSpec, packing: CodebookPacking) -> tuple[str, str] | None:
+    """(what operators hold, what this is), or None where they do."""
+    if packing.layout.bits != 8:
+        return (
+            "8-bit floats; 4-bit ones have an exact form in 8-bit integers, twice as large, which is not offered yet",
+            str(packing),
+        )
+    if packing.layout.divides:
+        return "scales that multiply: a product with a reciprocal is another number", str(packing)
+    if spec.kind != "linear":
+        return "8-bit floats in linear layers only", f"{packing}, in {spec.kind}"
+    return None

@@ -11,9 +11,10 @@ from functools import partial
 import numpy as np
 
 from waybill.onnx.providers import refusals
-from waybill.plan.parameter import Merges, ParameterSpec
+from waybill.plan.parameter import AffinePacking, CodebookPacking, Merges, ParameterSpec
 from waybill.plan.target import Target
 from waybill.weights import FloatWeight, LazyTensor, Storage, stored
+from waybill.weights.codebook import CodebookWeight
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import Decoded
 
@@ -25,23 +26,23 @@ LARGEST_UNEVEN_BLOCK = 256
 
 def in_blocks(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
     """The same parameters, whose groups become blocks the operators know: smaller groups say the same exactly."""
-    blocks = {spec.name: _block(spec) for spec in specs if spec.packing is not None}
+    blocks = {spec.name: _block(spec) for spec in specs if isinstance(spec.packing, AffinePacking)}
     layers: dict[str, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.kind == "experts" and spec.name in blocks:
             layers[spec.name.rpartition(".")[0]].append(spec)
     for banks in layers.values():  # one operator, one block size
-        uneven = len({bank.packing.bits for bank in banks if bank.packing is not None}) > 1
+        uneven = len({bank.packing.bits for bank in banks if isinstance(bank.packing, AffinePacking)}) > 1
         most = LARGEST_UNEVEN_BLOCK if uneven else max(LARGEST_BLOCK.values())
         blocks |= dict.fromkeys((bank.name for bank in banks), min(most, *(blocks[bank.name] for bank in banks)))
-    return [_legal(spec, blocks[spec.name]) if spec.name in blocks else spec for spec in specs]
+    return [_legal(spec, blocks.get(spec.name, 0)) for spec in specs]
 
 
 def _block(spec: ParameterSpec) -> int:
     """The largest power of two that divides a packed weight's groups and that its operator takes."""
     packing = spec.local_packing(1)  # as the plan refines it
-    if packing is None:
-        raise ValueError(f"{spec.name} is not packed")
+    if not isinstance(packing, AffinePacking):
+        raise ValueError(f"{spec.name} has no groups")
     block = math.gcd(packing.group, LARGEST_BLOCK[packing.bits])
     whole_rows = spec.kind in ("embedding", "head", "experts")  # no short last block
     return math.gcd(block, spec.parts[0].shape[-1]) if whole_rows else block
@@ -49,6 +50,8 @@ def _block(spec: ParameterSpec) -> int:
 
 def _legal(spec: ParameterSpec, block: int) -> ParameterSpec:
     packing = spec.packing
+    if isinstance(packing, CodebookPacking):  # blocks of one row: the operator knows no others
+        return replace(spec, packing=packing._replace(layout=packing.layout._replace(rows=1)))
     if packing is None:
         return spec
     zeros = packing.zero_points and not packing.symmetric
@@ -57,7 +60,9 @@ def _legal(spec: ParameterSpec, block: int) -> ParameterSpec:
 
 def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
     """A finished weight as the operators' inputs. Zero points that all are the midpoint are checked and left out."""
-    if isinstance(weight, FloatWeight) or spec.packing is None:
+    if isinstance(weight, CodebookWeight):
+        return {"codes": _as_floats(weight), "scales": weight.row_by_row().scales}
+    if isinstance(weight, FloatWeight) or not isinstance(spec.packing, AffinePacking):
         return weight.parts
     if spec.packing.zero_points:
         weight = weight.with_zero_points()
@@ -81,6 +86,12 @@ def onnx_target(ep: str = "cpu", *, link: bool = False) -> Target:
         casts_scales=True,
         holds_result=False,
     )
+
+
+def _as_floats(weight: CodebookWeight) -> LazyTensor:
+    """Codes U8 [N, K] as the 8-bit floats they are."""
+    dtype, codes = f"F8_{weight.layout.table}", weight.codes
+    return LazyTensor(dtype, codes.shape, tuple(t._replace(source=t.source._replace(dtype=dtype)) for t in codes.tiles))
 
 
 def _packed_fields(value: LazyTensor, bits: int) -> LazyTensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError, some
 from waybill.manifest.quantization import Policy
 from waybill.plan.diagnose import Slots, describe_packing
-from waybill.plan.parameter import FLOAT_KINDS, SMALLEST_GROUP, ParameterSpec
+from waybill.plan.parameter import FLOAT_KINDS, SMALLEST_GROUP, AffinePacking, CodebookPacking, ParameterSpec
 from waybill.weights import FloatWeight
 
 
@@ -67,33 +67,46 @@ def ties(specs: Sequence[ParameterSpec], slots: Mapping[str, Slots]) -> Iterator
 
 
 def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -> Iterator[WaybillError]:
-    """Row cuts that would leave groups too small to compute with; `legal` are the sizes the config allows."""
-    packed = [spec for spec in specs if spec.packing is not None]
-    small = next((spec for spec in packed if not keeps_groups([spec], tp)), None)
-    if small is None or small.packing is None or tp == 1 or tp not in legal:
+    """Cuts that would leave groups too small to compute with, or split a block; `legal` are the sizes the config
+    allows."""
+    split = next((spec for spec in specs if not spec.keeps_blocks(tp)), None)
+    if split is None or split.packing is None or tp == 1 or tp not in legal:
         return
-    best = max(n for n in legal if n <= tp and keeps_groups(packed, n))
+    sizes = [n for n in legal if keeps_groups(specs, n)]
+    if isinstance(split.packing, AffinePacking):
+        best = max((n for n in sizes if n <= tp), default=1)
+        expected = f"at most {best} ranks, so that groups stay whole or can be refined to {SMALLEST_GROUP} or more"
+        found = f"K {split.parts[0].shape[-1]}, group {split.packing.group}, {tp} ranks"
+    else:
+        best, layout = max(sizes, default=1), split.packing.layout
+        shapes = " + ".join("x".join(map(str, part.local_shape(0, tp)[-2:])) for part in split.parts)
+        expected = f"{' or '.join(map(str, sizes))} ranks: whole blocks of {layout.rows}x{layout.columns} each"
+        found = f"{shapes} for each of {tp} ranks"
     yield IllegalParallelism(
         "a packed weight cannot be cut into that many ranks",
-        where=small.name,
-        expected=f"at most {best} ranks, so that groups stay whole or can be refined to {SMALLEST_GROUP} or more",
-        found=f"K {small.parts[0].shape[-1]}, group {small.packing.group}, {tp} ranks",
+        where=split.name,
+        expected=expected,
+        found=found,
         fix=f"use --tp {best}",
     )
 
 
 def keeps_groups(specs: Sequence[ParameterSpec], tp: int) -> bool:
-    """Whether a cut into that many ranks leaves every packed weight groups that are large enough."""
-    packings = (spec.local_packing(tp) for spec in specs)
-    return all(packing is None or packing.group >= SMALLEST_GROUP for packing in packings)
+    """Whether a cut into that many ranks leaves every packed weight one that can be computed with."""
+    return all(spec.keeps_blocks(tp) for spec in specs)
 
 
-def notices(specs: Sequence[ParameterSpec], dtype: str | None) -> Iterator[str]:
-    """Lines for projections kept apart that are usually merged, and for scales that computing in `dtype` rounds."""
+def notices(specs: Sequence[ParameterSpec], unneeded: Mapping[str, str], dtype: str | None) -> Iterator[str]:
+    """Lines for tensors that only the producer's runtime needs, for projections kept apart that are usually merged, and
+    for scales that computing in `dtype` rounds."""
+    for reason, count in Counter(unneeded.values()).items():
+        yield f"{count} tensors are not used: {reason}"
     apart = [spec.name for spec in specs if spec.apart]
     if apart:
         yield f"kept apart, because packed differently: {some(apart)}"
-    scales = Counter(spec.packing.scale_dtype for spec in specs if spec.packing is not None)
+    scales = Counter(spec.packing.scale_dtype for spec in specs if isinstance(spec.packing, AffinePacking))
     for stored, count in scales.items():
         if dtype == "BF16" and stored != "BF16":
             yield f"bfloat16 rounds the {stored} scales of {count} packed weights when it computes; float32 keeps them"
+    if coded := sum(isinstance(spec.packing, CodebookPacking) for spec in specs if dtype not in (None, "F32")):
+        yield f"{dtype} rounds the values of {coded} packed weights when it computes; float32 keeps them"

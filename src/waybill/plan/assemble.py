@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from waybill.checkpoint import Checkpoint
-from waybill.plan.bill import Binding
+from waybill.plan.bill import SCALE_ROLES, Binding
 from waybill.plan.diagnose import Slots
-from waybill.plan.parameter import Packing, ParameterSpec, Part, part_name
+from waybill.plan.parameter import AffinePacking, Packing, ParameterSpec, Part, part_name
 from waybill.plan.target import Target
 from waybill.weights import LazyTensor, Storage
 from waybill.weights.affine import AffinePackedWeight
+from waybill.weights.codebook import LARGEST, CodebookWeight
 from waybill.weights.lazy import Decoded
 from waybill.weights.ranges import bytes_read
 from waybill.weights.record import concat_weights, stack_weights
 
-LARGEST_FLOAT16 = 65504.0
+LARGEST_FLOATS = {"F16": 65504.0, "BF16": 3.3895313892515355e38, "F32": 3.4028234663852886e38}
 
 
 def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, target: Target) -> Iterator[Binding]:
@@ -30,7 +31,7 @@ def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, targ
     weight = stack_weights(layers) if spec.stack else layers[0]
     sources = tuple(dict.fromkeys(name for key in sorted(slots) for name in slots[key].tensors))
     for role, value in target.arrange(spec, weight).items():
-        own = dtype if role == "weight" or (role == "scales" and target.casts_scales) else value.dtype
+        own = dtype if role == "weight" or (role in SCALE_ROLES and target.casts_scales) else value.dtype
         yield Binding(
             target=part_name(spec.name, role),
             shape=value.shape,
@@ -41,19 +42,29 @@ def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, targ
             value=value,
             tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
             role=role,
-            largest=_largest_scale(weight, dtype) if role == "scales" else None,
+            largest=_largest_scale(weight, dtype) if role in SCALE_ROLES else None,
+            numbers=_numbers(weight) if role == "codes" else None,
         )
 
 
 def _largest_scale(weight: Storage, dtype: str) -> float | None:
-    """The scale above which a weight may exceed the dtype that is computed in, where that is narrower than float32."""
+    """The scale above which a weight may exceed the dtype that is computed in, where scales can be that large."""
+    if isinstance(weight, CodebookWeight):
+        return float(LARGEST_FLOATS[dtype] / LARGEST[weight.layout.table])
     if dtype != "F16" or not isinstance(weight, AffinePackedWeight):
         return None
-    return LARGEST_FLOAT16 / ((1 << weight.layout.bits) - 1)
+    return LARGEST_FLOATS[dtype] / ((1 << weight.layout.bits) - 1)
+
+
+def _numbers(weight: Storage) -> str | None:
+    """The dtype of codes that are 8-bit floats."""
+    if not isinstance(weight, CodebookWeight) or weight.layout.bits != 8:
+        return None
+    return f"F8_{weight.layout.table}"
 
 
 def _shard(weight: Storage, part: Part, packing: Packing | None, rank: int, tp: int) -> Storage:
-    if packing is not None and isinstance(weight, AffinePackedWeight):
+    if isinstance(packing, AffinePacking) and isinstance(weight, AffinePackedWeight):
         weight = weight.refine(packing.group)
     if part.shard is None:
         return weight

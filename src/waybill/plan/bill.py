@@ -23,6 +23,10 @@ THREADS = 4
 """Reader threads at most: two saturate memory on small machines, a few more hide latency on cold disks."""
 
 
+SCALE_ROLES = ("scales", "divisors")
+"""Parts that are few, and always looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """One target parameter: its local shape and dtype, and how its bytes come about."""
@@ -36,10 +40,12 @@ class Binding:
     value: LazyTensor
     tied_to: str | None = None
     role: str = "weight"
-    """`weight` for floats; `codes`, `scales` or `zero_points` for the parts of a packed weight; `midpoint` for zero
-    points that are read and checked, and not delivered."""
+    """`weight` for floats; `codes`, `scales` or `divisors`, and `zero_points` for the parts of a packed weight;
+    `midpoint` for zero points that are read and checked, and not delivered."""
     largest: float | None = None
     """The largest scale the dtype that is computed in has room for."""
+    numbers: str | None = None
+    """The dtype that U8 codes are numbers of, where each is one."""
 
     @property
     def is_direct(self) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 
 from waybill.errors import BadScales, CastOverflow, InexactScales, NonFiniteWeight
 from waybill.plan.bill import Binding
-from waybill.weights.dtypes import Array, all_finite
+from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite
 from waybill.weights.lazy import Tile
 
 
@@ -22,22 +22,25 @@ def overflow(tile: Tile, binding: Binding) -> CastOverflow:
 
 
 def bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | None:
-    """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, or weights
-    too large for the dtype they will be computed in."""
+    """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, one scale of
+    zero for everything, a divisor of zero, or weights too large for the dtype they will be computed in."""
+    divided = binding.role == "divisors"
     whole = values.reshape(binding.shape)
     for tile in binding.value.tiles:
         member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
         where = f"{tile.source.name} ({tile.source.file}), for {binding.target}"
         if not all_finite(np.ascontiguousarray(member)):
             found = "NaN or infinity"
-        elif member.shape[-2] > 1 and not _nonzero(member).all():
+        elif divided and not member.all():
+            found = "a divisor of zero"
+        elif (member.shape[-2] > 1 or member.size == 1) and not _nonzero(member).all():
             found = "a group whose scales are all zero"
-        elif binding.largest is not None and (most := np.abs(member).max(initial=0)) > binding.largest:
+        elif binding.largest is not None and (most := _most(member, divided)) > binding.largest:
             return CastOverflow(
                 "a packed weight does not fit the dtype it is computed in",
                 where=where,
                 expected=f"scales up to {binding.largest:g}",
-                found=f"a scale of {float(most):g}",
+                found=f"a scale of {most:g}",
                 fix="load in bfloat16 or float32",
             )
         else:
@@ -54,13 +57,24 @@ def bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | No
 
 def _nonzero(values: Array) -> Array:
     """Where a column of the last two axes is not all zero. By bits: numpy converts half floats one by one."""
+    if values.dtype == NUMPY_DTYPES["F8_E8M0"]:
+        return np.ones(1, np.bool_)  # powers of two only
     bits: Array = np.bitwise_or.reduce(values.view(f"u{values.itemsize}"), axis=-2)
     found: Array = bits << 1 != 0  # without the sign
     return found
 
 
+def _most(values: Array, divided: bool) -> float:
+    """The largest factor among scales or divisors."""
+    if divided:
+        return float(1 / np.abs(values.astype(np.float64)).min(initial=np.inf))
+    if values.dtype == NUMPY_DTYPES["F8_E8M0"]:
+        values = values.astype(np.float32)
+    return float(np.abs(values).max(initial=0))
+
+
 def non_finite(binding: Binding) -> NonFiniteWeight:
-    """NaN or infinity among a float parameter's values."""
+    """NaN or infinity among a parameter's values."""
     return NonFiniteWeight(
         "a weight holds NaN or infinity",
         where=f"{binding.target}, made from {', '.join(binding.sources[:4])} "

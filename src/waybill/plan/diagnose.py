@@ -26,11 +26,10 @@ from waybill.errors import (
     some,
 )
 from waybill.plan.family import Family
-from waybill.plan.parameter import Packing, ParameterSpec, Part
+from waybill.plan.parameter import Packing, ParameterSpec, Part, packing_of
 from waybill.rules import RuleTable
 from waybill.rules.template import lift
 from waybill.weights import FloatWeight, WeightRecord
-from waybill.weights.affine import AffinePackedWeight
 
 FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
 
@@ -190,14 +189,14 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
             continue
         part, weight = spec.parts[member], record.storage
         header = checkpoint.tensors[record.tensors[0]]
-        packed = isinstance(weight, AffinePackedWeight)
-        finding = (member, weight.shape, str(weight.layout) if isinstance(weight, AffinePackedWeight) else header.dtype)
+        packing = packing_of(weight)
+        finding = (member, weight.shape, packing or header.dtype)
         if finding in seen:
             continue
         seen.add(finding)
         if weight.shape != part.shape:
             yield _shape(spec, part, weight.shape, header)
-        if packed != (spec.packing is not None) or (packed and not _fits(weight, spec)):
+        if not _fits(packing, spec.packing):
             if spec.stack:
                 yield _uneven(spec, slots, checkpoint)
                 return
@@ -205,10 +204,10 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
                 "the parts of one parameter are packed differently",
                 where=f"{record.source_name} ({header.file}), for {spec.name}",
                 expected=describe_packing(spec.packing),
-                found=str(weight.layout) if isinstance(weight, AffinePackedWeight) else f"float, {header}",
+                found=f"float, {header}" if isinstance(weight, FloatWeight) else str(weight.layout),
                 fix="use an export that packs all members of this parameter alike",
             )
-        elif not packed and header.dtype not in FLOAT_DTYPES:
+        elif packing is None and header.dtype not in FLOAT_DTYPES:
             yield DtypeMismatch(
                 "a float weight is stored as something else",
                 where=f"{header.name} ({header.file})",
@@ -238,32 +237,17 @@ def _uneven(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Waybil
 
 def _form(record: WeightRecord, checkpoint: Checkpoint) -> str:
     """How a weight is stored, in words."""
-    packing = packing_of(record)
+    packing = packing_of(record.storage)
     return describe_packing(packing) if packing else f"float, {checkpoint.tensors[record.tensors[0]].dtype}"
 
 
-def _fits(weight: object, spec: ParameterSpec) -> bool:
-    return (
-        isinstance(weight, AffinePackedWeight)
-        and spec.packing is not None
-        and weight.layout.bits == spec.packing.bits
-        and weight.layout.group % spec.packing.group == 0  # smaller groups say the same
-        and weight.scales.dtype == spec.packing.scale_dtype
-    )
-
-
-def packing_of(record: WeightRecord) -> Packing | None:
-    """How a record is packed, or None when it is float."""
-    weight = record.storage
-    if isinstance(weight, FloatWeight):
-        return None
-    layout = weight.layout
-    return Packing(layout.bits, layout.group, weight.scales.dtype, weight.zero_points is not None, layout.symmetric)
+def _fits(found: Packing | None, wanted: Packing | None) -> bool:
+    return found is wanted if found is None or wanted is None else found.serves(wanted)
 
 
 def describe_packing(packing: Packing | None) -> str:
     """A packing in words."""
-    return "a float weight" if packing is None else f"{packing.bits} bits, group {packing.group}, {packing.scale_dtype}"
+    return "a float weight" if packing is None else str(packing)
 
 
 def _shape(spec: ParameterSpec, part: Part, found: tuple[int, ...], header: TensorHeader) -> WaybillError:

@@ -7,8 +7,12 @@ stack, so a rank's merged parameter is [q_local; k_local; v_local].
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from waybill.weights import FloatWeight, Storage
+from waybill.weights.codebook import CodebookLayout, CodebookWeight
 
 SMALLEST_GROUP = 16
 """Elements of K a scale must cover at least."""
@@ -67,8 +71,8 @@ class Part(NamedTuple):
         return (*self.shape[:axis], padded, *self.shape[axis + 1 :])
 
 
-class Packing(NamedTuple):
-    """How a packed parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros.
+class AffinePacking(NamedTuple):
+    """How an affine parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros.
 
     `symmetric`: the metadata says that every zero point is the midpoint, whether they are written out or not.
     """
@@ -81,7 +85,126 @@ class Packing(NamedTuple):
 
     def merges_with(self, other: Packing | None) -> bool:
         """Whether rows of both can share one parameter; missing zero points can be written out."""
-        return other is not None and self[:3] == other[:3]
+        return isinstance(other, AffinePacking) and self[:3] == other[:3]
+
+    def joined(self, others: Sequence[Packing]) -> AffinePacking:
+        """The packing of a parameter made of this and others it merges with: with zero points when any has them."""
+        alike = [self, *(other for other in others if isinstance(other, AffinePacking))]
+        zeros, symmetric = any(each.zero_points for each in alike), all(each.symmetric for each in alike)
+        return self._replace(zero_points=zeros, symmetric=symmetric)
+
+    def serves(self, wanted: Packing) -> bool:
+        """Whether a weight packed like this can be had as `wanted`: smaller groups say the same."""
+        if not isinstance(wanted, AffinePacking) or (self.bits, self.scale_dtype) != (wanted.bits, wanted.scale_dtype):
+            return False
+        return self.group % wanted.group == 0
+
+    def local(self, parts: Sequence[Part], tp: int) -> AffinePacking:
+        """One rank's: a cut along K that would split a group makes the groups smaller, exactly."""
+        group = self.group
+        for part in parts:
+            if part.shard is not None and part.shard.axis == len(part.shape) - 1:
+                finer = math.gcd(group, part.shape[-1] // tp)
+                group = finer if tp > 1 or finer >= SMALLEST_GROUP else group  # uncut, the last may stay short
+        return self._replace(group=group)
+
+    def keeps(self, parts: Sequence[Part], tp: int) -> bool:
+        """Whether a cut into that many ranks leaves groups that are large enough."""
+        return self.local(parts, tp).group >= SMALLEST_GROUP
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of what a weight of this logical shape is stored as, by role."""
+        groups = -(-shape[-1] // self.group)
+        held = {
+            "codes": ((*shape[:-1], groups, self.group * self.bits // 8), "U8"),
+            "scales": ((*shape[:-1], groups), self.scale_dtype),
+        }
+        return held | ({"zero_points": ((*shape[:-1], groups), "U8")} if self.zero_points else {})
+
+    @property
+    def form(self) -> str:
+        """What weights packed like this have in common, in words."""
+        return f"{self.bits}-bit, group {self.group}"
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, group {self.group}, {self.scale_dtype}"
+
+
+class CodebookPacking(NamedTuple):
+    """How a codebook weight lies in memory: what its codes mean, what a scale covers, and the scales' dtype."""
+
+    layout: CodebookLayout
+    scale_dtype: str
+
+    def merges_with(self, other: Packing | None) -> bool:
+        """Whether rows of both can share one parameter, as far as their blocks go: see `mergeable`."""
+        return self == other
+
+    def joined(self, others: Sequence[Packing]) -> CodebookPacking:
+        """The packing of a parameter made of this and others it merges with."""
+        return self
+
+    def serves(self, wanted: Packing) -> bool:
+        """Whether a weight packed like this can be had as `wanted`: a scale repeated for fewer rows says the same."""
+        if not isinstance(wanted, CodebookPacking) or self.scale_dtype != wanted.scale_dtype:
+            return False
+        rows = wanted.layout.rows
+        return self.layout.rows % rows == 0 and self.layout._replace(rows=rows) == wanted.layout
+
+    def local(self, parts: Sequence[Part], tp: int) -> CodebookPacking:
+        """One rank's: a block that spans a whole axis spans what is left of it; see `keeps` for the others."""
+        layout = self.layout
+        for part in parts:
+            rows, columns = part.local_shape(0, tp)[-2:]
+            layout = layout._replace(
+                rows=rows if self.layout.rows >= part.shape[-2] else self.layout.rows,
+                columns=columns if self.layout.columns >= part.shape[-1] else self.layout.columns,
+            )
+        return self._replace(layout=layout)
+
+    def keeps(self, parts: Sequence[Part], tp: int) -> bool:
+        """Whether a cut into that many ranks splits no block, and leaves the parts blocks of one size."""
+        cuts = [part for part in parts if tp > 1 and part.shard is not None]
+        sizes = ((self.layout.rows, -2), (self.layout.columns, -1))
+        whole = all(
+            part.local_shape(0, tp)[axis] % block == 0
+            for part in cuts
+            for block, axis in sizes
+            if block < part.shape[axis] and part.local_shape(0, tp) != part.shape
+        )
+        return whole and len({self.local([part], tp) for part in parts}) == 1
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of what a weight of this logical shape is stored as, by role."""
+        layout = self.layout
+        blocks = (-(-shape[-2] // layout.rows), -(-shape[-1] // layout.columns))
+        return {
+            "codes": ((*shape[:-1], shape[-1] * layout.bits // 8), "U8"),
+            layout.scale_role: ((*shape[:-2], *blocks), self.scale_dtype),
+        }
+
+    @property
+    def form(self) -> str:
+        """What weights packed like this have in common, in words."""
+        return str(self.layout)
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.scale_dtype}"
+
+
+Packing = AffinePacking | CodebookPacking
+
+
+def mergeable(packings: Sequence[Packing | None], parts: Sequence[Part]) -> bool:
+    """Whether parts packed like this can be one parameter: all float, or packed alike, and no block would reach from
+    one part into the next."""
+    first = packings[0]
+    if first is None:
+        return all(packing is None for packing in packings)
+    if not all(first.merges_with(packing) for packing in packings):
+        return False
+    rows = first.layout.rows if isinstance(first, CodebookPacking) else 1
+    return all(part.shape[0] % rows == 0 for part in parts[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +247,12 @@ class ParameterSpec:
     """Usually a member of a merged parameter, kept by itself because the members are packed differently."""
 
     def local_packing(self, tp: int) -> Packing | None:
-        """The packing of one rank's cut: a cut along K that would split a group makes the groups smaller, exactly."""
-        if self.packing is None:
-            return None
-        group = self.packing.group
-        for part in self.parts:
-            if part.shard is not None and part.shard.axis == len(part.shape) - 1:
-                finer = math.gcd(group, part.shape[-1] // tp)
-                group = finer if tp > 1 or finer >= SMALLEST_GROUP else group  # uncut, the last may stay short
-        return self.packing._replace(group=group)
+        """The packing of one rank's cut."""
+        return None if self.packing is None else self.packing.local(self.parts, tp)
+
+    def keeps_blocks(self, tp: int) -> bool:
+        """Whether a cut into that many ranks leaves a packed weight that can be computed with."""
+        return self.packing is None or self.packing.keeps(self.parts, tp)
 
     def tensors(self, rank: int, tp: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """Names, shapes and dtypes (None: the model's) of what one rank holds of this parameter."""
@@ -140,14 +260,7 @@ class ParameterSpec:
         packing = self.local_packing(tp)
         if packing is None:
             return {self.name: (shape, None)}
-        groups = -(-shape[-1] // packing.group)
-        held: dict[str, tuple[tuple[int, ...], str | None]] = {
-            part_name(self.name, "codes"): ((*shape[:-1], groups, packing.group * packing.bits // 8), "U8"),
-            part_name(self.name, "scales"): ((*shape[:-1], groups), packing.scale_dtype),
-        }
-        if packing.zero_points:
-            held[part_name(self.name, "zero_points")] = (*shape[:-1], groups), "U8"
-        return held
+        return {part_name(self.name, role): form for role, form in packing.tensors(shape).items()}
 
     def local_shape(self, rank: int, tp: int) -> tuple[int, ...]:
         """The shape one rank holds, merged and stacked."""
@@ -155,3 +268,13 @@ class ParameterSpec:
         joined = sum(shape[self.axis] for shape in shapes)
         merged = (*shapes[0][: self.axis], joined, *shapes[0][self.axis + 1 :])
         return (self.stack, *merged) if self.stack else merged
+
+
+def packing_of(weight: Storage) -> Packing | None:
+    """How a stored weight is packed, or None when it is float."""
+    if isinstance(weight, FloatWeight):
+        return None
+    if isinstance(weight, CodebookWeight):
+        return CodebookPacking(weight.layout, weight.scales.dtype)
+    layout, zeros = weight.layout, weight.zero_points is not None
+    return AffinePacking(layout.bits, layout.group, weight.scales.dtype, zeros, layout.symmetric)

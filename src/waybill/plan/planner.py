@@ -23,9 +23,8 @@ from waybill.manifest.quantization import Policy, unused_rules
 from waybill.plan import agreement, diagnose
 from waybill.plan.assemble import bind, file_order
 from waybill.plan.bill import Binding, Plan
-from waybill.plan.diagnose import packing_of
 from waybill.plan.family import Family
-from waybill.plan.parameter import Packing, ParameterSpec
+from waybill.plan.parameter import Packing, ParameterSpec, packing_of
 from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
@@ -47,7 +46,9 @@ class Routing:
 
     def packings(self) -> dict[str, Packing]:
         """How each packed weight lies on disk, by module weight name."""
-        return {name: found for name, record in self.records.items() if (found := packing_of(record)) is not None}
+        return {
+            name: found for name, record in self.records.items() if (found := packing_of(record.storage)) is not None
+        }
 
     def wanted_packings(self, rules: RuleTable) -> dict[str, Packing]:
         """The same, and for a merge's member that is not stored at all that of the others: absent is not float."""
@@ -97,7 +98,7 @@ def make_plan(
         problems += diagnose.everything(checkpoint, family, specs, slots, strangers, policy.naming.runtime)
         problems += agreement.everything(specs, slots, policy, config.legal_tp_sizes(), tp)
         problems += [*target.refusals(config, specs, dtype), *_unusable(config, checkpoint)]
-        notices += agreement.notices(specs, None if target.casts_scales else dtype)
+        notices += agreement.notices(specs, policy.unneeded(checkpoint.tensors), None if target.casts_scales else dtype)
         if not problems:
             bound = (spec for spec in specs if spec.name in slots)
             bindings = [b for spec in bound for b in bind(spec, slots[spec.name], rank, tp, dtype, target)]
@@ -221,25 +222,32 @@ def _split(record: WeightRecord, split: Split, problems: list[WaybillError]) -> 
     rank = len(weight.shape) - (split.variable is not None)
     length = weight.shape[split.axis - rank] if rank > split.axis else 0
     if 0 in weight.shape or length == 0 or length % len(members):
-        problems.append(
-            ShapeMismatch(
-                "a bank cannot be taken apart",
-                where=f"{record.source_name} ({record.file})",
-                expected=f"a stack of matrices whose axis {split.axis} divides into {len(members)}",
-                found=f"shape {list(weight.shape)}",
-                fix="check that the file belongs to this config",
-            )
-        )
+        expected = f"a stack of matrices whose axis {split.axis} divides into {len(members)}"
+        problems.append(_indivisible(record, expected, f"shape {list(weight.shape)}"))
         return []
     pieces = []
     width = length // len(members)
-    for index in range(weight.shape[0]) if split.variable else (0,):
-        one = weight.select(0, index) if split.variable else weight
-        indices = split.indices | ({split.variable: index} if split.variable else {})
-        for m, member in enumerate(members):
-            name = split.template.fill(indices, None if member is None else m)
-            pieces.append((name, replace(record, storage=one.narrow(split.axis, m * width, width))))
+    try:
+        for index in range(weight.shape[0]) if split.variable else (0,):
+            one = weight.select(0, index) if split.variable else weight
+            indices = split.indices | ({split.variable: index} if split.variable else {})
+            for m, member in enumerate(members):
+                name = split.template.fill(indices, None if member is None else m)
+                pieces.append((name, replace(record, storage=one.narrow(split.axis, m * width, width))))
+    except ValueError as error:  # a block of scales would be split, or there is no such axis
+        problems.append(_indivisible(record, f"matrices whose members of {width} are whole blocks", str(error)))
+        return []
     return pieces
+
+
+def _indivisible(record: WeightRecord, expected: str, found: str) -> ShapeMismatch:
+    return ShapeMismatch(
+        "a bank cannot be taken apart",
+        where=f"{record.source_name} ({record.file})",
+        expected=expected,
+        found=found,
+        fix="check that the file belongs to this config",
+    )
 
 
 def _twice(name: str, first: WeightRecord, second: WeightRecord) -> ClaimedTwice:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from waybill.checkpoint import RangeReader, TensorHeader
-from waybill.plan.bill import CHUNK, THREADS, Binding
+from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS, Binding
 from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import Scratch, populate
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast_into
@@ -72,9 +72,10 @@ def stream(
         if filled < binding.nbytes:
             progress(binding.nbytes - filled)  # padding
         ahead -= binding.nbytes
-        if binding.role == "scales" and (found := bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
+        if binding.role in SCALE_ROLES and (found := bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
             raise found
-        if check_finite and binding.role == "weight" and not all_finite(result.view(NUMPY_DTYPES[binding.dtype])):
+        numbers = binding.dtype if binding.role == "weight" else binding.numbers
+        if check_finite and numbers and not all_finite(result.view(NUMPY_DTYPES[numbers])):
             raise non_finite(binding)
         return binding, result
 
@@ -282,7 +283,7 @@ def _stage(
         made = cast_into(stored, destination)
     except OverflowError:
         raise overflow(tile, binding) from None
-    if binding.role == "scales" and made is not stored and (found := inexact_scales(stored, made, tile, binding)):
+    if binding.role in SCALE_ROLES and made is not stored and (found := inexact_scales(stored, made, tile, binding)):
         raise found
     return destination.size * destination.dtype.itemsize
 

@@ -6,7 +6,11 @@ import math
 
 import numpy as np
 
-from waybill.weights.dtypes import Array
+from waybill.weights.codebook import CodebookLayout
+from waybill.weights.dtypes import NUMPY_DTYPES, Array
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the 4-bit float with 2 bits of exponent and 1 of mantissa, by its code."""
 
 
 def dequantize_arrays(codes: Array, scales: Array, zero_points: Array | None, bits: int, in_features: int) -> Array:
@@ -28,3 +32,21 @@ def unpack(codes: Array, bits: int) -> Array:
     for slot in range(per_byte):  # whole arrays: a shift by a row of shifts would run over two or four bytes at a time
         np.bitwise_and(codes >> np.uint8(slot * bits), np.uint8((1 << bits) - 1), out=out[..., slot])
     return out.reshape(*codes.shape[:-1], codes.shape[-1] * per_byte)
+
+
+def dequantize_codes(codes: Array, scales: Array, layout: CodebookLayout) -> Array:
+    """float32 [..., N, K] = table[code] times, or divided by, float32(scale), rounded once."""
+    values = table_of(layout.table)[unpack(codes, layout.bits)]
+    *_, rows, columns = values.shape
+    of_rows, of_columns = np.arange(rows) // layout.rows, np.arange(columns) // layout.columns
+    spread = scales.astype(np.float32)[..., of_rows[:, None], of_columns]
+    out: Array = values / spread if layout.divides else values * spread
+    return out
+
+
+def table_of(name: str) -> Array:
+    """float32, a value for each code of a codebook, or for each byte of a scale that is a power of two (E8M0)."""
+    if name == "E2M1":
+        return np.array(E2M1, np.float32)
+    codes = np.arange(256, dtype=np.uint8)
+    return codes.view(NUMPY_DTYPES[f"F8_{name}"]).astype(np.float32)

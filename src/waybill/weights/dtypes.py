@@ -16,8 +16,12 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""The float dtypes a weight may have, and the integers packed ones are stored in."""
+"""The float dtypes a weight may have, the integers packed ones are stored in, 8-bit floats, and scales that are powers
+of two."""
 
 _BY_RANGE = [NUMPY_DTYPES[tag] for tag in ("F16", "BF16", "F32", "F64")]
 
@@ -33,6 +37,8 @@ def cast(values: Array, dtype: np.dtype[Any]) -> Array:
         return values
     if values.dtype == NUMPY_DTYPES["BF16"] and dtype == NUMPY_DTYPES["F32"]:
         return _widened(values, None)
+    if values.dtype == NUMPY_DTYPES["F8_E8M0"]:
+        values = values.astype(np.float32)  # holds every power of two that a byte of exponent can say
     with np.errstate(over="ignore", invalid="ignore"):
         out = values.astype(dtype)
     narrower = _BY_RANGE.index(dtype) < _BY_RANGE.index(values.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from waybill.checkpoint import Checkpoint
 from waybill.weights.affine import AffinePackedWeight, concat_affine, stack_affine
+from waybill.weights.codebook import CodebookWeight, concat_codebooks, stack_codebooks
 from waybill.weights.lazy import LazyTensor, concat, stack
 
 
@@ -39,7 +40,8 @@ class FloatWeight:
         return FloatWeight(self.value.pad(axis, length))
 
 
-Storage = FloatWeight | AffinePackedWeight
+PackedStorage = AffinePackedWeight | CodebookWeight
+Storage = FloatWeight | PackedStorage
 
 
 def concat_weights(parts: Sequence[Storage], axis: int) -> Storage:
@@ -47,6 +49,9 @@ def concat_weights(parts: Sequence[Storage], axis: int) -> Storage:
     packed = [part for part in parts if isinstance(part, AffinePackedWeight)]
     if packed:
         return concat_affine(packed, axis)
+    coded = [part for part in parts if isinstance(part, CodebookWeight)]
+    if coded:
+        return concat_codebooks(coded, axis)
     return FloatWeight(concat([part.value for part in parts if isinstance(part, FloatWeight)], axis))
 
 
@@ -55,6 +60,9 @@ def stack_weights(parts: Sequence[Storage], axis: int = 0) -> Storage:
     packed = [part for part in parts if isinstance(part, AffinePackedWeight)]
     if packed:
         return stack_affine(packed, axis)
+    coded = [part for part in parts if isinstance(part, CodebookWeight)]
+    if coded:
+        return stack_codebooks(coded, axis)
     return FloatWeight(stack([part.value for part in parts if isinstance(part, FloatWeight)], axis))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from waybill.plan.parameter import Packing
+from waybill.plan.parameter import AffinePacking
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements unpacked at a time: a few megabytes, inside the outer cache."""
@@ -59,7 +59,7 @@ def make_kernel(
     codes_NGB: torch.Tensor,
     scales_NG: torch.Tensor,
     zeros_NG: torch.Tensor | None,
-    packing: Packing,
+    packing: AffinePacking,
     in_features: int,
     dtype: torch.dtype,
 ) -> Kernel | None:

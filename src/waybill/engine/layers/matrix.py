@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from waybill.engine.layers.base import BaseOP, Parameters
 from waybill.engine.layers.kernels import BLOCK_ELEMENTS, Kernel, fields, make_kernel
-from waybill.plan.parameter import Packing, part_name
+from waybill.engine.layers.lookup import looked_up
+from waybill.plan.parameter import AffinePacking, CodebookPacking, Packing, part_name
 
 _ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
@@ -67,7 +68,7 @@ class PackedMatrix(Matrix):
     unpacked, multiplied and forgotten. A bank [E, N, K] is a matrix for each expert.
     """
 
-    def __init__(self, parameters: Parameters, name: str, packing: Packing) -> None:
+    def __init__(self, parameters: Parameters, name: str, packing: AffinePacking) -> None:
         self.codes = parameters.empty(part_name(name, "codes"))
         self.scales = parameters.empty(part_name(name, "scales"))
         if packing.zero_points:
@@ -148,7 +149,53 @@ def unpacked(
     return ((codes - zeros) * scales_NG[..., None].float()).flatten(-2).to(dtype)
 
 
-def make_matrix(parameters: Parameters, name: str) -> FloatMatrix | PackedMatrix:
+class CodebookMatrix(Matrix):
+    """W as codes U8 [N, B] and scales, or divisors, [R, C] for blocks of it; never resident as floats.
+
+    Blocks of rows are looked up in the table, multiplied and forgotten. A bank [E, N, K] is a matrix for each expert.
+    """
+
+    def __init__(self, parameters: Parameters, name: str, packing: CodebookPacking) -> None:
+        self.codes = parameters.empty(part_name(name, "codes"))
+        self._layout = packing.layout
+        setattr(self, packing.layout.scale_role, parameters.empty(part_name(name, packing.layout.scale_role)))
+        self._dtype = torch.get_default_dtype()
+
+    @property
+    def _scales(self) -> torch.Tensor:
+        scales: torch.Tensor = getattr(self, self._layout.scale_role)
+        return scales
+
+    def product(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Block by block."""
+        return self._product(x_TK, self.codes, self._scales)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Only the rows asked for are looked up in the table."""
+        return looked_up(self.codes[ids_T], self._scales, self._layout, ids_T, self._dtype)
+
+    def expert(self, index: int, x_TK: torch.Tensor) -> torch.Tensor:
+        """The product with one matrix of a bank."""
+        return self._product(x_TK, self.codes[index], self._scales[index])
+
+    def _product(self, x_TK: torch.Tensor, codes_NB: torch.Tensor, scales_RC: torch.Tensor) -> torch.Tensor:
+        rows = max(BLOCK_ELEMENTS // max(x_TK.shape[-1], 1), 1)
+        out = []
+        for start in range(0, len(codes_NB), rows):
+            codes = codes_NB[start : start + rows]
+            numbers = torch.arange(start, start + len(codes), device=codes.device)
+            out.append(F.linear(x_TK, looked_up(codes, scales_RC, self._layout, numbers, x_TK.dtype)))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
+
+
+def make_matrix(parameters: Parameters, name: str) -> FloatMatrix | PackedMatrix | CodebookMatrix:
     """The class a weight's plan asks for, before any tensor of it exists."""
     packing = parameters.packing(name)
-    return FloatMatrix(parameters, name) if packing is None else PackedMatrix(parameters, name, packing)
+    return FloatMatrix(parameters, name) if packing is None else make_packed(parameters, name, packing)
+
+
+def make_packed(parameters: Parameters, name: str, packing: Packing) -> PackedMatrix | CodebookMatrix:
+    """The same for a weight, or a bank, that is packed."""
+    if isinstance(packing, CodebookPacking):
+        return CodebookMatrix(parameters, name, packing)
+    return PackedMatrix(parameters, name, packing)

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from waybill.engine.distributed import all_reduce
 from waybill.engine.layers.base import BaseOP, Parameters
 from waybill.engine.layers.linear import Linear, RowParallelLinear, attach_merged, project
-from waybill.engine.layers.matrix import PackedMatrix
+from waybill.engine.layers.matrix import CodebookMatrix, PackedMatrix, make_packed
+
+Bank = torch.Tensor | PackedMatrix | CodebookMatrix
+"""Experts' matrices, one after the other."""
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -63,13 +66,13 @@ class Experts(BaseOP):
         return out_TH
 
 
-def _bank(parameters: Parameters, name: str) -> torch.Tensor | PackedMatrix:
+def _bank(parameters: Parameters, name: str) -> Bank:
     packing = parameters.packing(name)
-    return parameters.empty(name) if packing is None else PackedMatrix(parameters, name, packing)
+    return parameters.empty(name) if packing is None else make_packed(parameters, name, packing)
 
 
-def _expert(bank: torch.Tensor | PackedMatrix, index: int, x: torch.Tensor) -> torch.Tensor:
-    return bank.expert(index, x) if isinstance(bank, PackedMatrix) else F.linear(x, bank[index])
+def _expert(bank: Bank, index: int, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, bank[index]) if isinstance(bank, torch.Tensor) else bank.expert(index, x)
 
 
 class MoEMLP(BaseOP):

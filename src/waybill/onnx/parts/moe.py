@@ -12,6 +12,7 @@ import onnx_ir as ir
 from waybill.config import ModelConfig
 from waybill.onnx.graph import MICROSOFT
 from waybill.onnx.matrix import Matrices
+from waybill.plan.parameter import AffinePacking
 
 ROUTER_WEIGHTS = 14
 """QMoE's input for weights computed outside."""
@@ -38,7 +39,7 @@ def routed(matrices: Matrices, config: ModelConfig, path: str, x: ir.Value) -> i
         "activation_beta": 0.0,
         "normalize_routing_weights": int(config.norm_topk_prob),
     }
-    if first.packing is None or second.packing is None:
+    if not isinstance(first.packing, AffinePacking) or not isinstance(second.packing, AffinePacking):
         banks = (matrices.bank(first.name), None, matrices.bank(second.name))
         return graph.op(f"{path}.experts", "MoE", x, logits, *banks, domain=MICROSOFT, **swiglu)
     codes1, scales1, zeros1 = matrices.packed(first, first.packing)

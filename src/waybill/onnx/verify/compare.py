@@ -91,7 +91,7 @@ def compare_floats(held: Held, member: Member, origin: Origin) -> None:
         return
     axes = max(len(header.shape) - 1, 1)
     skip = member.first + (member.expert * header.shape[-2] if member.expert is not None else 0)
-    for start, stop in _chunks(member.count, columns):
+    for start, stop in chunks(member.count, columns):
         values = origin.stored.read(member.weight, skip + start, skip + stop, axes).reshape(stop - start, columns)
         expected = cast(values, held.entry.dtype)
         found = held.read(member, start, stop).copy().view(NUMPY_DTYPES[held.entry.dtype])
@@ -124,23 +124,23 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
         return
     entry, blocks = codes.entry, held["scales"].entry.shape[-1]
     group_of = np.arange(blocks) * entry.block // matrix.group
-    for start, stop in _chunks(member.count, blocks * entry.block):
+    for start, stop in chunks(member.count, blocks * entry.block):
         rows = slice(member.first + start, member.first + stop)
         wanted = np.zeros((stop - start, blocks * entry.block), np.uint8)
         wanted[:, : matrix.columns] = matrix.codes(rows.start, rows.stop)
-        _compare(codes, member, start, wanted, fields(codes.read(member, start, stop), entry.bits))
+        compare_values(codes, member, start, wanted, fields(codes.read(member, start, stop), entry.bits))
         scales = held["scales"]
         found = scales.read(member, start, stop).copy().view(NUMPY_DTYPES[scales.entry.dtype])
-        _compare(scales, member, start, _numbers(matrix.scales[rows][:, group_of]), _numbers(found))
+        compare_values(scales, member, start, numbers(matrix.scales[rows][:, group_of]), numbers(found))
         zeros = matrix.zeros[rows][:, group_of]
         if "zero_points" in held:
             packed = held["zero_points"].read(member, start, stop)
             wanted = np.zeros((stop - start, packed.shape[1] * 8 // entry.bits), np.uint8)
             wanted[:, :blocks] = zeros
-            _compare(held["zero_points"], member, start, wanted, fields(packed, entry.bits))
+            compare_values(held["zero_points"], member, start, wanted, fields(packed, entry.bits))
         else:
             midpoint = np.full_like(zeros, 1 << (entry.bits - 1))
-            _compare(codes, member, start, zeros, midpoint, "left out, and taken to be ")
+            compare_values(codes, member, start, zeros, midpoint, "left out, and taken to be ")
 
 
 def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix, config: QuantizationConfig) -> bool:
@@ -162,14 +162,15 @@ def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix, config: Quantiza
     return False
 
 
-def _compare(held: Held, member: Member, start: int, expected: Array, found: Array, note: str = "") -> None:
+def compare_values(held: Held, member: Member, start: int, expected: Array, found: Array, note: str = "") -> None:
+    """Rows from `start` on of a member, element by element."""
     if np.array_equal(expected, found):
         return
     shown: Any = np.char.add(note, found.astype(str)) if note else found
     held.differ(member, start, expected != found, expected, shown)
 
 
-def _numbers(values: Array) -> Array:
+def numbers(values: Array) -> Array:
     """Any floats as float64, which holds them all."""
     with np.errstate(invalid="ignore"):
         return values.astype(np.float64)
@@ -186,17 +187,17 @@ def compare_table(held: Held, rotary: RotaryConfig | None) -> None:
         held.refuse(f"[{rotary.max_position}, {len(frequencies)}]", str(held.entry))
         return
     member = Member(f"the config, {held.entry.name}", 0, held.rows)
-    for start, stop in _chunks(held.rows, len(frequencies)):
+    for start, stop in chunks(held.rows, len(frequencies)):
         angles = np.arange(start, stop, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
         expected = function(angles.astype(np.float64)) * factor
-        found = _numbers(held.read(member, start, stop).copy().view(NUMPY_DTYPES[held.entry.dtype]))
+        found = numbers(held.read(member, start, stop).copy().view(NUMPY_DTYPES[held.entry.dtype]))
         differs = ~(np.abs(expected - found) <= ROUNDING[held.entry.dtype] * max(abs(factor), 1.0))
         if differs.any():
             held.differ(member, start, differs, expected, found)
             return
 
 
-def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     """Runs of rows, which begin at multiples of 32."""
     each = max(VALUES // max(columns, 1) // 32, 1) * 32
     return ((start, min(start + each, rows)) for start in range(0, rows, each))

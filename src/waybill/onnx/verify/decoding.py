@@ -31,7 +31,10 @@ SIDECARS = (
     "weight_scale",
     "weight_zero_point",
     "weight_shape",
+    "scale_inv",
 )
+SCALES_BESIDE = ("weight_scale", "scale_inv")
+"""What lies beside codes that have the weight's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class StoredTensors:
         stem = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}."
         names = {role: [f"{weight}_{role}", f"{stem}{role}"] for role in SIDECARS}
         found = {role: name for role, pair in names.items() for name in pair if name in self.headers}
-        return found | ({"weight": weight} if "weight_scale" in found and weight in self.headers else {})
+        own = weight in self.headers and any(role in found for role in SCALES_BESIDE)
+        return found | ({"weight": weight} if own else {})
 
 
 def read_at(path: Path, at: int, octets: Array) -> int:

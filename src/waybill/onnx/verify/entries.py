@@ -20,16 +20,17 @@ from waybill.onnx.publish import MARKER
 FORMATS = (2,)
 MAX_BILL_BYTES = 256 << 20
 """Room for every expert of the largest models to be named several times."""
-DTYPES = ("F32", "F16", "BF16", "U8")
+DTYPES = ("F32", "F16", "BF16", "U8", "F8_E4M3", "F8_E5M2")
 ROLES = ("weight", "codes", "scales", "zero_points", "table")
 WIDTHS = (2, 4, 8)
+TABLES = ("E4M3", "E5M2")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One initializer: where its bytes lie, what they are, and the stored tensors they were made from.
 
-    `bits` and `block` are 0 for what is not part of a packed weight.
+    `bits` and `block` are 0 for what is not part of a packed weight; `table` is what codes that are floats mean.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Entry:
     sources: tuple[str, ...]
     bits: int = 0
     block: int = 0
+    table: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -292,6 +294,8 @@ def _entry(name: str, node: _Node) -> Entry:
     if packing is None and role not in ("weight", "table"):
         raise malformed(f"{MARKER}: {node.where}", "packing, for a part of a packed weight", "none")
     shape = tuple(item.size() for item in node.get("shape").items())
+    table = packing.find("table") if packing else None
+    sizes = () if table else tuple(1 << n for n in range(4, 21))
     entry = Entry(
         name=name,
         file=node.get("file").file(),
@@ -303,7 +307,8 @@ def _entry(name: str, node: _Node) -> Entry:
         role=role,
         sources=node.get("sources").texts(),
         bits=packing.get("bits").size(*WIDTHS) if packing else 0,
-        block=packing.get("block_size").size(*(1 << n for n in range(4, 21))) if packing else 0,
+        block=packing.get("block_size").size(*sizes) if packing else 0,
+        table=table.text(*TABLES) if table else "",
     )
     need = math.prod(shape) * DTYPE_BITS[entry.dtype] // 8
     if not 1 <= len(shape) <= 4 or 0 in shape or entry.nbytes != need:

@@ -16,6 +16,7 @@ from pathlib import Path
 from waybill.errors import PackageMismatch, WaybillError, some
 from waybill.onnx.verify.compare import OTHER, Held, Verdicts, compare_floats, compare_packed, compare_table
 from waybill.onnx.verify.entries import Check, ComponentEntries, Entry, PackageEntries
+from waybill.onnx.verify.float8 import compare_floats8
 from waybill.onnx.verify.origin import BANKS, Origin, members_of, rows_of, weight_of
 from waybill.onnx.verify.structure import mismatch
 
@@ -135,5 +136,7 @@ def _prove(root: Path, claim: Claim, origin: Origin, verdicts: Verdicts) -> None
     for member in members:
         if "weight" in held:
             compare_floats(held["weight"], member, origin)
+        elif entry.table:
+            compare_floats8(held, member, origin)
         else:
             compare_packed(held, member, origin)
