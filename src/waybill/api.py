@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
 
 
-def open(path: str | Path) -> Checkpoint:
-    """Describe a checkpoint folder from its headers and config files; no weight byte is read.
+def open(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
+    """Describe a checkpoint folder or a GGUF file from headers and config files; no weight byte is read.
+
+    `dequantize`: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
 
     Raises:
-        NotACheckpoint: there is no such folder, or it has no config.json.
+        NotACheckpoint: there is no such file or folder, or the folder has no config.json.
         Refused: with every problem of its files.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, dequantize=dequantize)
     if checkpoint.problems:
         raise Refused(checkpoint.problems)
     return checkpoint
@@ -51,7 +53,7 @@ def plan(
     """Write the waybill: one binding per parameter of the target, totals, and `problems`, from headers alone.
 
     Args:
-        checkpoint: an opened checkpoint, or a folder.
+        checkpoint: an opened checkpoint, a folder, or a GGUF file.
         target: what to plan for, "torch" or "onnx".
         tp: tensor-parallel ranks.
         rank: which of them this plan is for.
@@ -85,6 +87,8 @@ def plan(
 
 def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
     """Every logical weight of a checkpoint, component by component, lazily: no weight byte is read.
+
+    Each is as it is stored, under its stored name; rows of a GGUF file are put in order when a target is planned for.
 
     Raises:
         Refused: a file is broken, the metadata contradicts itself or the tensors, or a packed weight is not whole.
@@ -152,7 +156,7 @@ def build(
     """A checkpoint as an ONNX package: the graph now, the weights when it is saved.
 
     Args:
-        path: an opened checkpoint, or a folder.
+        path: an opened checkpoint, a folder, or a GGUF file.
         load_weights: without them the package is a skeleton, whose `save` is refused unless asked for.
         dtype: of activations and float weights; float32 on a CPU unless told.
         ep: what will run it, "cpu" or "cuda".
@@ -235,7 +239,8 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     stored = StoredTensors(checkpoint.root, {runtime(name): tensor for name, tensor in checkpoint.tensors.items()})
     text = config.text if config is not None else None
     facts = model_facts(config, checkpoint) if config is not None else {}
-    return Origin(stored, packed, text.rotary_config if text is not None else None, facts)
+    paired = family.paired_rows(checkpoint.config, config) if config is not None else lambda _: 0
+    return Origin(stored, packed, text.rotary_config if text is not None else None, facts, paired)
 
 
 def dtype_tag(name: str) -> str:

@@ -107,7 +107,7 @@ class CheckpointError(WaybillError):
 
 
 class NotACheckpoint(CheckpointError, code="not-a-checkpoint"):
-    """The path is not a folder with a config.json."""
+    """The path is neither a folder with a config.json nor a GGUF file."""
 
 
 class BadJson(CheckpointError, code="bad-json"):
@@ -127,7 +127,7 @@ class NotSafetensors(CheckpointError, code="not-safetensors"):
 
 
 class BadHeader(CheckpointError, code="bad-header"):
-    """A safetensors header breaks one of the format's promises."""
+    """A header breaks one of its format's promises."""
 
 
 class WrongLength(CheckpointError, code="wrong-length"):
@@ -315,7 +315,7 @@ class CastOverflow(RunError, code="cast-overflow"):
 
 
 class NoTokenizer(RunError, code="no-tokenizer"):
-    """There is no tokenizer.json to turn text into tokens."""
+    """There is no tokenizer.json, or none that is read inside a GGUF file, to turn text into tokens."""
 
 
 class BadTemplate(RunError, code="bad-template"):

@@ -17,7 +17,7 @@ from waybill.engine.target import runs
 from waybill.errors import PackingMismatch
 from waybill.families import family_of
 from waybill.manifest.naming import Spelling
-from waybill.manifest.quantization import Policy
+from waybill.manifest.quantization import OWN_TYPES, Policy
 from waybill.plan import Plan
 from waybill.plan.agreement import keeps_groups
 
@@ -32,6 +32,8 @@ class ComponentLayout:
     groups: dict[str, list[str]]
     patterns: list[tuple[str, str, int]]
     agrees: bool
+    has_metadata: bool = True
+    """False for files whose tensors have types that say it, so that nothing could disagree."""
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -131,7 +133,8 @@ class Report:
         )
         yield "head", _TIES[self.tie]
         for name, layout in self.quantization.items():
-            yield "packed", f"{name}: {layout.stated}; disk and metadata {'agree' if layout.agrees else 'disagree'}"
+            verdict = f"; disk and metadata {'agree' if layout.agrees else 'disagree'}" if layout.has_metadata else ""
+            yield "packed", f"{name}: {layout.stated}{verdict}"
             for form, modules in layout.groups.items():
                 yield "", f"{len(modules)} × {form}" + (f": {', '.join(modules)}" if len(modules) <= 3 else "")
             for where, pattern, hits in layout.patterns:
@@ -212,7 +215,10 @@ def describe(checkpoint: Checkpoint) -> Report:
     components = [
         _component(bill, bill.policy, each.name, each.role) for each in bill.policy.naming.components.components
     ]
-    layouts = {name: layout for name in bill.policy.quantization.plans if (layout := _layout(bill, bill.policy, name))}
+    if bill.policy.by_types:
+        layouts = {component.name: _types(bill, bill.policy, component.name) for component in components}
+    else:
+        layouts = {name: _layout(bill, bill.policy, name) for name in bill.policy.quantization.plans}
     spellings = bill.policy.naming.used(bill.checkpoint.tensors)
     return Report(bill, _tie(bill, bill.policy, bill.config), components, layouts, spellings)
 
@@ -221,7 +227,19 @@ def _component(bill: Plan, policy: Policy, name: str, role: str) -> ComponentSiz
     """What of the file one component owns."""
     own = [t for stored, t in bill.checkpoint.tensors.items() if policy.naming.component(stored) == name]
     plan_ = policy.quantization.for_component(name)
-    return ComponentSize(name, role, len(own), sum(t.nbytes for t in own), None if plan_ is None else str(plan_.layout))
+    stated = f"by {OWN_TYPES}" if policy.by_types else None if plan_ is None else str(plan_.layout)
+    return ComponentSize(name, role, len(own), sum(t.nbytes for t in own), stated)
+
+
+def _types(bill: Plan, policy: Policy, component: str) -> ComponentLayout:
+    """What the tensors of one component are, by their own types."""
+    groups: dict[str, list[str]] = {}
+    for name, tensor in bill.checkpoint.tensors.items():
+        if len(tensor.shape) > 1 and policy.naming.component(name) == component:
+            layout = policy.own_types.get(name.removesuffix(".weight")) if policy.own_types else None
+            form = f"{tensor.dtype}, {layout.bits}-bit, group {layout.group_size}" if layout else tensor.dtype
+            groups.setdefault(form, []).append(name.removesuffix(".weight"))
+    return ComponentLayout(f"by {OWN_TYPES}", groups, [], agrees=True, has_metadata=False)
 
 
 def _layout(bill: Plan, policy: Policy, component: str) -> ComponentLayout:

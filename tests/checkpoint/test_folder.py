@@ -239,7 +239,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("nowhere", "nothing there"), ("file", "a file"), ("folder", "a folder without config.json")],
+    [("nowhere", "nothing there"), ("file", "a file that is not GGUF"), ("folder", "a folder without config.json")],
 )
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str, found: str) -> None:
     (tmp_path / "file").touch()

@@ -52,6 +52,15 @@ class Checkpoint:
     """Quantization metadata that lies beside config.json."""
     problems: tuple[WaybillError, ...] = ()
     notices: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] | None = None
+    """What a GGUF file says of itself; None for a folder, whose files say it."""
+    dequantize: bool = False
+    """Whether whoever reads it asked for floats where blocks have no exact packed form."""
+
+    @property
+    def name(self) -> str:
+        """What the checkpoint is called: its folder, or its file."""
+        return self.root.resolve().name if self.metadata is None or not self.shards else self.shards[0].name
 
     @property
     def nbytes(self) -> int:
@@ -60,23 +69,23 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class _Findings:
+class Findings:
     """What is collected on the way, so that one look at a folder finds everything."""
 
     problems: list[WaybillError] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
+def read_folder(path: str | Path) -> Checkpoint:
     """Describe the checkpoint at `path` without reading a weight; problems are collected, not raised.
 
     Raises:
         NotACheckpoint: `path` is not a folder holding a config.json.
     """
     root = Path(path)
-    if not _is(Path.is_dir, root) or not _is(Path.exists, root / "config.json"):
+    if not is_kind(Path.is_dir, root) or not is_kind(Path.exists, root / "config.json"):
         raise _not_a_checkpoint(root)
-    findings = _Findings()
+    findings = Findings()
     config = _json(root / "config.json", findings)
     generation = root / "generation_config.json"
     generation_config = _json(generation, findings) if generation.exists() else {}
@@ -97,7 +106,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+def is_kind(kind: Callable[[Path], bool], path: Path) -> bool:
     """`path.is_file()` and the like, false also for a name no file system takes."""
     try:
         return kind(path)
@@ -106,21 +115,27 @@ def _is(kind: Callable[[Path], bool], path: Path) -> bool:
 
 
 def _not_a_checkpoint(root: Path) -> NotACheckpoint:
-    if _is(Path.is_dir, root):
+    if is_kind(Path.is_dir, root):
         found = "a folder without config.json"
         fix = "point at the folder that holds config.json and the .safetensors files"
-    elif _is(Path.exists, root):
-        found = "a file"
+        if files := sorted(path.name for path in root.glob("*.gguf")):
+            found, fix = f"{found}, with {some(files)}", f"give the path of the file, {root / files[0]}"
+    elif is_kind(Path.exists, root):
+        found = "a file that is not GGUF"
         fix = f"point at its folder, {root.parent}"
     else:
         found = "nothing there"
         fix = "check the path; download the checkpoint first, for example with `hf download ORG/MODEL --local-dir DIR`"
     return NotACheckpoint(
-        "not a checkpoint", where=str(root), expected="a folder with config.json", found=found, fix=fix
+        "not a checkpoint",
+        where=str(root),
+        expected="a folder with config.json, or a .gguf file",
+        found=found,
+        fix=fix,
     )
 
 
-def _json(path: Path, findings: _Findings) -> dict[str, Any]:
+def _json(path: Path, findings: Findings) -> dict[str, Any]:
     try:
         return read_object(path)
     except CheckpointError as error:
@@ -128,7 +143,7 @@ def _json(path: Path, findings: _Findings) -> dict[str, Any]:
         return {}
 
 
-def _weight_files(root: Path, findings: _Findings) -> tuple[list[str], dict[str, str] | None]:
+def _weight_files(root: Path, findings: Findings) -> tuple[list[str], dict[str, str] | None]:
     """File names to read, and the index's map from tensor to file when there is an index."""
     present = sorted(p.name for p in root.glob("*.safetensors"))
     adapters = [name for name in present if name.startswith("adapter_")]
@@ -154,7 +169,7 @@ def _weight_files(root: Path, findings: _Findings) -> tuple[list[str], dict[str,
     return present, None
 
 
-def _read_index(path: Path, findings: _Findings) -> dict[str, str] | None:
+def _read_index(path: Path, findings: Findings) -> dict[str, str] | None:
     try:
         weight_map = read_object(path).get("weight_map")
     except CheckpointError as error:
@@ -179,14 +194,14 @@ def _read_index(path: Path, findings: _Findings) -> dict[str, str] | None:
     return weight_map
 
 
-def _on_disk(root: Path, names: list[str], index: str, findings: _Findings) -> list[str]:
+def _on_disk(root: Path, names: list[str], index: str, findings: Findings) -> list[str]:
     """Keep the listed names that exist inside the folder; report the rest all at once."""
     good, missing = [], []
     for name in names:
         parts = Path(name).parts
         if not name or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
             findings.problems.append(_escape(name, index, "a path that leaves the folder"))
-        elif not _is(Path.is_file, root / name):
+        elif not is_kind(Path.is_file, root / name):
             missing.append(name)
         else:
             good.append(name)
@@ -238,7 +253,7 @@ def _allowed_roots(root: Path) -> list[Path]:
     return roots
 
 
-def _read_shards(root: Path, names: list[str], findings: _Findings) -> tuple[dict[str, TensorHeader], list[Shard]]:
+def _read_shards(root: Path, names: list[str], findings: Findings) -> tuple[dict[str, TensorHeader], list[Shard]]:
     allowed = _allowed_roots(root)
     tensors: dict[str, TensorHeader] = {}
     shards: list[Shard] = []
@@ -262,7 +277,7 @@ def _read_shards(root: Path, names: list[str], findings: _Findings) -> tuple[dic
         shards.append(Shard(name, header.size, header.mtime_ns, len(header.tensors)))
         for tensor in header.tensors:
             if tensor.name in tensors:
-                findings.problems.append(_duplicate(tensors[tensor.name], tensor))
+                findings.problems.append(duplicate(tensors[tensor.name], tensor))
             else:
                 tensors[tensor.name] = tensor
     return tensors, shards
@@ -278,7 +293,8 @@ def _broken_link(name: str, root: Path) -> MissingShard:
     )
 
 
-def _duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:
+def duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:
+    """One name in two files."""
     return DuplicateTensor(
         "a tensor is stored in two files",
         where=first.name,
@@ -289,7 +305,7 @@ def _duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:
 
 
 def _compare_with_index(
-    promised: dict[str, str], tensors: dict[str, TensorHeader], shards: list[Shard], findings: _Findings
+    promised: dict[str, str], tensors: dict[str, TensorHeader], shards: list[Shard], findings: Findings
 ) -> None:
     read = {shard.name for shard in shards}
     lost = [name for name, file in promised.items() if name not in tensors and file in read]

@@ -61,7 +61,7 @@ _DISGUISES = (
         (bytes((0x80, protocol)), "a Python pickle", "convert it with safetensors.torch.save_file")
         for protocol in (2, 3, 4, 5)
     ),
-    (b"GGUF", "a GGUF file", "use the safetensors files of this model"),
+    (b"GGUF", "a GGUF file", "name it .gguf and give its path, or use the safetensors files of this model"),
 )
 
 
@@ -164,17 +164,23 @@ def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorHeader:
     return TensorHeader(name, dtype, tuple(shape), file, data_start + begin, need)
 
 
+def disguise(start: bytes) -> tuple[str, str] | None:
+    """What a file with this beginning really is, and what to do about it."""
+    begin = start.lstrip().lower()
+    return next(((what, fix) for magic, what, fix in _DISGUISES if begin.startswith(magic.lower())), None)
+
+
 def _unreadable(file: str, size: int, start: bytes, length: int) -> CheckpointError:
     """The file ends before its header does: say what it really is."""
-    for magic, what, fix in _DISGUISES:
-        if start.lstrip().lower().startswith(magic.lower()):
-            return NotSafetensors(
-                f"a file named .safetensors is {what}",
-                where=file,
-                expected="safetensors data",
-                found=f"{what}, {size:,} bytes",
-                fix=fix,
-            )
+    if (known := disguise(start)) is not None:
+        what, fix = known
+        return NotSafetensors(
+            f"a file named .safetensors is {what}",
+            where=file,
+            expected="safetensors data",
+            found=f"{what}, {size:,} bytes",
+            fix=fix,
+        )
     if size < 8:
         return NotSafetensors(
             "a file named .safetensors is empty" if size == 0 else "a file is too short to be safetensors",

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
+from waybill.checkpoint import read_checkpoint
+from waybill.cli.options import Dequantize
 from waybill.cli.progress import Progress
 from waybill.cli.render import size, write_json, write_problems, write_table
 from waybill.errors import printable
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a GGUF file.")],
     output: Annotated[Path, typer.Argument(help="The package's folder, made by this command.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; float32 by default on a CPU.")
@@ -27,6 +29,7 @@ def export(
     link: Annotated[
         bool, typer.Option("--link", help="Refer to the checkpoint's own files by hard links; nothing is copied.")
     ] = False,
+    dequantize: Dequantize = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -38,7 +41,8 @@ def export(
     from waybill.onnx.publish import require_free
 
     require_free(output, overwrite=overwrite)
-    package = waybill.build(checkpoint, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link)
+    opened = read_checkpoint(checkpoint, dequantize=dequantize)
+    package = waybill.build(opened, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link)
     if not as_json:
         write_problems((), package.notices)
     with Progress("writing", package.nbytes) as advance:

@@ -6,11 +6,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from waybill.cli.answers import Request, answer, encode
+from waybill.cli.options import Dequantize
 from waybill.cli.package import Media, refuse_choices_of_the_export, run_package
 from waybill.cli.progress import Progress
 from waybill.cli.render import count, write_problems
@@ -24,8 +25,19 @@ if TYPE_CHECKING:
     from waybill.plan import Plan
 
 
+class Loading(NamedTuple):
+    """How a checkpoint's weights are wanted."""
+
+    dtype: str | None
+    device: str
+    check_finite: bool
+    dequantize: bool
+
+
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a package that was exported.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, a GGUF file, or a package that was exported.")
+    ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="The text to continue; repeat for a batch.")
     ] = None,
@@ -53,6 +65,7 @@ def generate(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
+    dequantize: Dequantize = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of streaming.")] = False,
 ) -> None:
     """Continue text. Under `torchrun --nproc-per-node N -m waybill generate …` the model is cut into N ranks.
@@ -72,17 +85,21 @@ def generate(
         as_json=as_json,
     )
     if is_package(checkpoint):
-        refuse_choices_of_the_export(dtype, device, check_finite)
+        refuse_choices_of_the_export(dtype, device, check_finite, dequantize)
         run_package(checkpoint, request, media)
     elif media.image or media.audio:
-        raise BadOption(
-            "the engine reads text alone",
-            expected="a package that was exported",
-            found=f"{count(len(media.image) + len(media.audio), 'file')} for a checkpoint",
-            fix="export the checkpoint with waybill export, and generate from the package",
-        )
+        raise _no_media(media)
     else:
-        _run_checkpoint(checkpoint, request, dtype, device, check_finite)
+        _run_checkpoint(checkpoint, request, Loading(dtype, device, check_finite, dequantize))
+
+
+def _no_media(media: Media) -> BadOption:
+    return BadOption(
+        "the engine reads text alone",
+        expected="a package that was exported",
+        found=f"{count(len(media.image) + len(media.audio), 'file')} for a checkpoint",
+        fix="export the checkpoint with waybill export, and generate from the package",
+    )
 
 
 def _prompts(prompt: list[str] | None, file: Path | None, *, optional: bool) -> list[str]:
@@ -108,15 +125,15 @@ def _prompts(prompt: list[str] | None, file: Path | None, *, optional: bool) -> 
     return prompts
 
 
-def _run_checkpoint(checkpoint: Path, request: Request, dtype: str | None, device: str, check_finite: bool) -> None:
+def _run_checkpoint(checkpoint: Path, request: Request, loading: Loading) -> None:
     from waybill.engine.distributed import get_tp_info, join_group, leave_group
     from waybill.engine.generate import generate as run
     from waybill.text.tokenizer import stop_tokens
 
     try:
-        join_group(device)
+        join_group(loading.device)
         speaks = get_tp_info().is_primary()
-        model, tokenizer, bill, encoded, load_seconds = _load(checkpoint, request, dtype, device, check_finite, speaks)
+        model, tokenizer, bill, encoded, load_seconds = _load(checkpoint, request, loading, speaks)
         generated = partial(
             run,
             model,
@@ -134,15 +151,17 @@ def _run_checkpoint(checkpoint: Path, request: Request, dtype: str | None, devic
 
 
 def _load(
-    checkpoint: Path, request: Request, dtype: str | None, device: str, check_finite: bool, speaks: bool
+    checkpoint: Path, request: Request, loading: Loading, speaks: bool
 ) -> tuple[CausalLM, Tokenizer, Plan, list[list[int]], float]:
     """Everything that can be refused cheaply is, before weights are read."""
     import waybill
+    from waybill.checkpoint import read_checkpoint
     from waybill.engine.distributed import get_tp_info
     from waybill.engine.load import load_model
 
     tp = get_tp_info()
-    bill = waybill.plan(checkpoint, tp=tp.size, rank=tp.rank, dtype=dtype)
+    opened = read_checkpoint(checkpoint, dequantize=loading.dequantize)
+    bill = waybill.plan(opened, tp=tp.size, rank=tp.rank, dtype=loading.dtype)
     bill.require_clean()
     tokenizer, encoded = encode(checkpoint, request)
     if bill.config and bill.config.text:
@@ -157,7 +176,9 @@ def _load(
         write_problems((), bill.notices)
     start = time.perf_counter()
     with Progress("loading", bill.result_bytes, wanted=speaks) as advance:
-        model = load_model(checkpoint, device=device, check_finite=check_finite, bill=bill, progress=advance)
+        model = load_model(
+            opened, device=loading.device, check_finite=loading.check_finite, bill=bill, progress=advance
+        )
     seconds = time.perf_counter() - start
     if speaks:
         print(f"{bill.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from waybill.cli.options import Dequantize
 from waybill.cli.render import size, write_json, write_problems, write_table
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and safetensors files.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or a GGUF file.")],
+    dequantize: Dequantize = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show what a checkpoint is: model, sizes, shards, ties, legal TP sizes, problems. Reads headers only.
@@ -21,7 +23,7 @@ def inspect(
     from waybill.checkpoint import read_checkpoint
     from waybill.overview import describe
 
-    report = describe(read_checkpoint(checkpoint))
+    report = describe(read_checkpoint(checkpoint, dequantize=dequantize))
     if as_json:
         write_json(report.as_dict())
     else:

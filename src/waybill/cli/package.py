@@ -33,7 +33,7 @@ class Media(NamedTuple):
     audio: Sequence[Path]
 
 
-def refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: bool) -> None:
+def refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: bool, dequantize: bool) -> None:
     """Options that an engine has a choice about, and a package has not.
 
     Raises:
@@ -43,6 +43,7 @@ def refuse_choices_of_the_export(dtype: str | None, device: str, check_finite: b
         f"--dtype {dtype}": dtype is not None,
         f"--device {device}": device != "cpu",
         "--check-finite": check_finite,
+        "--dequantize": dequantize,
         f"torchrun with {os.environ.get('WORLD_SIZE')} ranks": os.environ.get("WORLD_SIZE", "1") != "1",
     }
     if any(given.values()):

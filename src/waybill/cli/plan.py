@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from waybill.cli.options import Dequantize
 from waybill.cli.render import size, write_json, write_problems, write_table
 from waybill.errors import printable
 
@@ -20,7 +21,7 @@ SOME = 4
 
 
 def plan(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a GGUF file.")],
     target: Annotated[str, typer.Option(help="What the weights are for: torch or onnx.")] = "torch",
     tp: Annotated[int, typer.Option(help="Number of tensor-parallel ranks.", min=1)] = 1,
     rank: Annotated[int, typer.Option(help="The rank to plan for.", min=0)] = 0,
@@ -29,6 +30,7 @@ def plan(
     ] = None,
     ep: Annotated[str, typer.Option(help="For onnx, what will run it: cpu or cuda.")] = "cpu",
     link: Annotated[bool, typer.Option("--link", help="For onnx, plan an export with --link.")] = False,
+    dequantize: Dequantize = False,
     full: Annotated[
         bool, typer.Option("--full", help="One row a parameter, without folding equal layers; every dropped tensor.")
     ] = False,
@@ -39,8 +41,10 @@ def plan(
     Example: waybill plan ./Qwen3-0.6B --tp 2 --rank 1
     """
     import waybill
+    from waybill.checkpoint import read_checkpoint
 
-    bill = waybill.plan(checkpoint, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link)
+    opened = read_checkpoint(checkpoint, dequantize=dequantize)
+    bill = waybill.plan(opened, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link)
     extra = _package_facts(bill) if target == "onnx" else {}
     if as_json:
         write_json(bill.as_dict() | extra)

@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from waybill.checkpoint import Checkpoint, TensorHeader
+from waybill.checkpoint.gguf import BLOCK_TYPES
+from waybill.config.gguf import LAYOUTS, WITH_MINIMUM, reason
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
 from waybill.manifest.quantization import Policy
-from waybill.weights import FloatWeight, WeightRecord, stored
+from waybill.weights import FloatWeight, Storage, WeightRecord, stored
 from waybill.weights.record import PackedStorage
 
 ROLES = ("qweight", "scales", "qzeros", "g_idx", "scale_inv", "blocks")
@@ -37,6 +39,8 @@ def split_role(name: str) -> tuple[str, str] | None:
 
 def group_records(checkpoint: Checkpoint, policy: Policy, problems: list[WaybillError]) -> list[WeightRecord]:
     """Every logical weight of the checkpoint; problems are appended, and a weight that has one yields no record."""
+    if checkpoint.metadata is not None:
+        return _by_types(checkpoint, policy, problems)
     naming, tensors = policy.naming, checkpoint.tensors
     unneeded = policy.unneeded(tensors)
     packed: dict[str, dict[str, TensorHeader]] = defaultdict(dict)
@@ -80,6 +84,44 @@ def _as_part(header: TensorHeader, tensors: Mapping[str, TensorHeader], policy: 
         or (header.dtype.startswith("F8_") and policy.of(module) is not None)
     )
     return (name, "weight") if is_part else None
+
+
+def _by_types(checkpoint: Checkpoint, policy: Policy, problems: list[WaybillError]) -> list[WeightRecord]:
+    """A record for every tensor of a file whose tensors say themselves how they are packed."""
+    headers = checkpoint.tensors.values()
+    readable = {*LAYOUTS, *(WITH_MINIMUM if checkpoint.dequantize else ())}
+    closed: dict[str, list[TensorHeader]] = defaultdict(list)
+    for header in headers:
+        if header.dtype in BLOCK_TYPES and header.dtype not in readable:
+            closed[header.dtype].append(header)
+    problems += [_no_affine_form(block_type, alike) for block_type, alike in closed.items()]
+    if closed:
+        return []
+    component = policy.naming.component
+    return [WeightRecord(h.name, component(h.name), _typed(h), (h.name,), checkpoint) for h in headers]
+
+
+def _typed(header: TensorHeader) -> Storage:
+    if header.dtype not in BLOCK_TYPES:
+        return FloatWeight(stored(header))
+    from waybill.codecs.gguf import affine  # numpy comes with it
+    from waybill.codecs.numbers import numbers
+
+    if header.dtype in WITH_MINIMUM:
+        return FloatWeight(numbers(header))
+
+    return affine(header)
+
+
+def _no_affine_form(block_type: str, headers: list[TensorHeader]) -> WaybillError:
+    return UnsupportedQuantization(
+        f"tensors of type {block_type} have no exact packed form",
+        where=_places(headers),
+        expected=" | ".join(["F32", "F16", "BF16", *LAYOUTS]),
+        found=f"{len(headers)} tensors of type {block_type}: {reason(block_type)}",
+        fix=("give --dequantize to compute with floats, or " if block_type in WITH_MINIMUM else "")
+        + "use a file of the expected types, such as Q8_0",
+    )
 
 
 def _folded(problems: Sequence[WaybillError]) -> list[WaybillError]:

@@ -132,6 +132,18 @@ ARCHITECTURES = {
 }
 BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES.values()}
 
+GGUF_ARCHITECTURE = "general.architecture"
+"""The key of GGUF metadata that names an architecture, in one of these words."""
+BY_GGUF_NAME = {
+    name: BY_MODEL_TYPE[model_type]
+    for name, model_type in {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}.items()
+}
+GGUF_DEFAULTS = (
+    "hidden_act", "rope_theta", "attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers",
+    "decoder_sparse_step", "mlp_only_layers",
+)  # fmt: skip
+"""Fields that GGUF metadata leaves out where they have their usual values; what it should state is not guessed."""
+
 FAMILY_OF = {
     name: family
     for family, names in {

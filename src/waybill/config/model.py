@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from waybill.config.architectures import ARCHITECTURES, BY_MODEL_TYPE, KNOWN, Architecture
+from waybill.config.architectures import (
+    ARCHITECTURES,
+    BY_GGUF_NAME,
+    BY_MODEL_TYPE,
+    GGUF_ARCHITECTURE,
+    GGUF_DEFAULTS,
+    KNOWN,
+    Architecture,
+)
 from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.rope import RotaryConfig, read_rotary
 from waybill.errors import (
@@ -157,11 +165,14 @@ def read_model_config(
     architecture = _architecture(raw, where, problems)
     if architecture is None:
         return None, problems, notices
-    fields = Fields(raw, architecture.defaults, problems, where)
+    defaults = architecture.defaults
+    if GGUF_ARCHITECTURE in raw:
+        defaults = {key: value for key, value in defaults.items() if key in GGUF_DEFAULTS}
+    fields = Fields(raw, defaults, problems, where)
     notices += [
-        f"{where} states no {key}; the class default {architecture.defaults[key]} is used"
+        f"{where} states no {key}; the class default {defaults[key]} is used"
         for key in _WORTH_A_LINE
-        if key in architecture.defaults and not fields.stated(key)
+        if key in defaults and not fields.stated(key)
     ]
     model = _build(fields, architecture, notices)
     _refuse_features(model, fields, architecture)
@@ -184,6 +195,8 @@ def _text_config(config: Mapping[str, Any], notices: list[str], where: str) -> d
 
 
 def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> Architecture | None:
+    if GGUF_ARCHITECTURE in raw:
+        return _gguf_architecture(str(raw[GGUF_ARCHITECTURE]), where, problems)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if name is None and (row := BY_MODEL_TYPE.get(str(raw.get("model_type")))):
@@ -205,13 +218,27 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
     return None
 
 
+def _gguf_architecture(name: str, where: str, problems: list[WaybillError]) -> Architecture | None:
+    if name not in BY_GGUF_NAME:
+        problems.append(
+            UnsupportedArchitecture(
+                "unknown architecture",
+                where=f"{where}: {GGUF_ARCHITECTURE}",
+                expected=" | ".join(BY_GGUF_NAME),
+                found=repr(name)[:160] if name else "none stated",
+                fix="use the safetensors checkpoint if its architecture is supported, or a file of a listed one",
+            )
+        )
+    return BY_GGUF_NAME.get(name)
+
+
 def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> ModelConfig:
     heads = fields.integer("num_attention_heads", high=LARGEST_COUNT)
     hidden = fields.integer("hidden_size")
     # An explicit head_dim wins; otherwise the class default; otherwise the heads share the hidden size.
-    has_head_dim = fields.stated("head_dim") or "head_dim" in architecture.defaults
+    has_head_dim = fields.stated("head_dim") or "head_dim" in fields.defaults
     head_dim = fields.integer("head_dim") if has_head_dim else max(hidden // heads, 1)
-    has_kv_heads = fields.stated("num_key_value_heads") or "num_key_value_heads" in architecture.defaults
+    has_kv_heads = fields.stated("num_key_value_heads") or "num_key_value_heads" in fields.defaults
     config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
     # A field for q, k and v alone, or the architecture's own answer, goes before the one that speaks of all four.
     qkv_bias = fields.boolean("qkv_bias") if "qkv_bias" in architecture.defaults else architecture.qkv_bias

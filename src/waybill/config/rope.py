@@ -66,6 +66,19 @@ def _llama3(plain: list[float], scaling: Mapping[str, Any]) -> list[float]:
     return out
 
 
+def _by_factors(scaling: Mapping[str, Any], head_dim: int, base: float) -> dict[str, Any] | None:
+    """Llama 3.1's numbers, when the factors of all frequencies, which GGUF files keep instead, are theirs."""
+    factors = scaling.get("factors")
+    if not isinstance(factors, list) or len(factors) != head_dim // 2 or not all(map(positive, factors)):
+        return None
+    usual = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             _ORIGINAL: 8192}  # fmt: skip
+    plain = [base ** (-i / head_dim) for i in range(0, head_dim, 2)]
+    wanted = [f / scaled for f, scaled in zip(plain, _llama3(plain, usual), strict=True)]
+    same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors, wanted, strict=True))
+    return usual if same and "with" not in scaling["rope_type"] else None
+
+
 def _yarn(plain: list[float], scaling: Mapping[str, Any], dim: int, base: float) -> list[float]:
     context = scaling["original_max_position_embeddings"]
 
@@ -131,6 +144,7 @@ def read_rotary(fields: Fields, head_dim: int, notices: list[str]) -> RotaryConf
     if len(merged) == 2 and merged[0] != merged[1]:
         problems.append(_conflict(where, "rope_parameters and rope_scaling", merged))
     scaling: dict[str, Any] = merged[0] if merged else {"rope_type": "default"}
+    scaling = _by_factors(scaling, head_dim, base) or scaling
     if raw.get("partial_rotary_factor") is not None and scaling["rope_type"] != "default":
         scaling.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
     if _supported(scaling, where, problems) and scaling["rope_type"] != "default":

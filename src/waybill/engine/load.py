@@ -52,8 +52,8 @@ def cached_load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def download_hf_weight(model: str) -> Path:
-    """The folder of a checkpoint: a local one as it is, a Hugging Face id through the hub's cache."""
-    if Path(model).is_dir():
+    """The folder of a checkpoint, or a GGUF file: a local one as it is, a Hugging Face id through the hub's cache."""
+    if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download
 

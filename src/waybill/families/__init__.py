@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from waybill.config.architectures import FAMILY_OF
+from waybill.config.architectures import FAMILY_OF, GGUF_ARCHITECTURE
 from waybill.families.decoder import DECODER
 from waybill.families.llava import LLAVA
 from waybill.families.qwen2_audio import QWEN2_AUDIO
@@ -21,8 +21,10 @@ FAMILIES = {family.name: family for family in (DECODER, T5, LLAVA, WHISPER, QWEN
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of the architecture a config.json names, by itself or by its model type.
 
-    An architecture nobody knows is the decoder family's to refuse.
+    An architecture nobody knows is the decoder family's to refuse, and of GGUF files it is the only one.
     """
+    if GGUF_ARCHITECTURE in hf_config:
+        return DECODER
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else hf_config.get("model_type")
     return FAMILIES[FAMILY_OF.get(str(name), "decoder")]

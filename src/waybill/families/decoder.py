@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from waybill.config import ModelConfig, read_model_config
+from waybill.config.architectures import GGUF_ARCHITECTURE
+from waybill.families.gguf import DIALECT
 from waybill.manifest import ComponentManifest, Task, resolve_components
 from waybill.plan.family import Family, Reading
 from waybill.plan.parameter import AS_ENGINE, Kind, Merges, Packing, ParameterSpec, Part, Shard, mergeable
@@ -55,8 +57,14 @@ def decoder_rules(config: ModelConfig, root: str = ROOT) -> list[Move | Drop | D
         # transformers 5 can write a layer's experts as banks: [E, 2I, H] with the gate rows first, and [E, H, I].
         Move(f"{layer}.mlp.experts.gate_up_proj", layer + ".mlp.experts.{e}.{gate|up}_proj.weight"),
         Move(f"{layer}.mlp.experts.down_proj", layer + ".mlp.experts.{e}.down_proj.weight"),
+        # GGUF keeps gate and up in banks of their own.
+        *(
+            Move(f"{layer}.mlp.experts.{member}_proj", layer + f".mlp.experts.{{e}}.{member}_proj.weight")
+            for member in ("gate", "up")
+        ),
         Drop(f"{layer}.self_attn.rotary_emb.inv_freq", _RECOMPUTED),
         Drop(f"{root}.rotary_emb.inv_freq", _RECOMPUTED),
+        Drop("rope_freqs.weight", "its factors were read with the config"),
         Drop(f"{layer}.self_attn.masked_bias", "a mask constant of old exports"),
         DropUnder("mtp", "multi-token prediction, not part of the decoder"),
         *(DropUnder(f"{root}.layers.{n}", "multi-token prediction, not part of the decoder") for n in after),
@@ -248,7 +256,8 @@ class _Blueprint:
 
 
 def _read(hf_config: Mapping[str, Any]) -> Reading:
-    return Reading(*read_model_config(hf_config))
+    where = "GGUF metadata" if GGUF_ARCHITECTURE in hf_config else "config.json"
+    return Reading(*read_model_config(hf_config, where))
 
 
 DECODER = Family(
@@ -259,5 +268,6 @@ DECODER = Family(
     rules=lambda config: RuleTable(decoder_rules(config)),
     parameters=decoder_parameters,
     merges=DECODER_MERGES,
+    gguf=DIALECT,
     layer_fields={"model.layers": "num_hidden_layers"},
 )

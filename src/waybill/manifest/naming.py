@@ -35,6 +35,8 @@ class Naming:
     kind_of: Callable[[str], str]
     """Linear modules from heads, tables and banks, by runtime module name."""
     spellings: Sequence[Spelling] = field(default=())
+    translate: Callable[[str], str] | None = None
+    """For files that name every weight in their own way: a stored name as the running model has it."""
 
     @cached_property
     def _by_stored(self) -> dict[str, Spelling]:
@@ -54,6 +56,8 @@ class Naming:
 
     def runtime(self, stored: str) -> str:
         """A stored name as the running model has it."""
+        if self.translate is not None:
+            return self.translate(stored)
         spelling = self.spelling_of(stored)
         return stored if spelling is None else spelling.runtime + stored.removeprefix(spelling.stored)
 

@@ -24,6 +24,8 @@ NESTED = {
 }
 """Nested configs that may state the quantization of the component with that role, and of others if they are packed."""
 WHOLE = "config.json: quantization_config"
+OWN_TYPES = "the file's own types"
+"""What decides in a file whose tensors have types that say how they are packed."""
 
 Block = Mapping[str, Any]
 
@@ -43,6 +45,13 @@ class Policy:
 
     naming: Naming
     quantization: ComponentQuantizationManifest
+    own_types: Mapping[str, QuantizationConfig | None] | None = None
+    """For files whose tensors say themselves how they are packed: every stored module's layout, None for float."""
+
+    @property
+    def by_types(self) -> bool:
+        """Whether the file's own types say how its tensors are packed, and some are."""
+        return self.own_types is not None and any(self.own_types.values())
 
     def plan_of(self, module: str) -> ComponentQuantizationPlan | None:
         """What is said of the component that owns a stored module; None when that component is float."""
@@ -50,6 +59,8 @@ class Policy:
 
     def of(self, module: str) -> QuantizationConfig | None:
         """A stored module's effective layout, or None for float."""
+        if self.own_types is not None:
+            return self.own_types.get(module)
         plan = self.plan_of(module)
         if plan is None:
             return None
@@ -58,6 +69,8 @@ class Policy:
 
     def reason(self, module: str) -> str:
         """What decides it, in words."""
+        if self.own_types is not None:
+            return OWN_TYPES
         plan = self.plan_of(module)
         if plan is None:
             return f"the metadata, which has no entry for {self.naming.component(module) or 'it'}"

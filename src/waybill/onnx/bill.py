@@ -39,7 +39,7 @@ def package_bill(plan: Plan, options: Options, components: Mapping[str, Any]) ->
 def source(checkpoint: Checkpoint) -> dict[str, Any]:
     """What identifies the checkpoint. No path: a package may travel."""
     shards = [{"name": shard.name, "bytes": shard.size, "tensors": shard.tensors} for shard in checkpoint.shards]
-    return {"name": checkpoint.root.resolve().name, "shards": shards}
+    return {"name": checkpoint.name, "shards": shards}
 
 
 def component_bill(

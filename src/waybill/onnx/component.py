@@ -10,9 +10,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from waybill.checkpoint import RangeReader
+from waybill.checkpoint import Checkpoint, RangeReader
 from waybill.config.quantization import QuantizationConfig
-from waybill.errors import Refused, UnboundPackage
+from waybill.errors import NoTokenizer, Refused, UnboundPackage
 from waybill.manifest import ComponentDescriptor
 from waybill.onnx import gate
 from waybill.onnx.graph import Graph, form
@@ -22,6 +22,7 @@ from waybill.onnx.options import Options
 from waybill.plan import Binding, Plan
 from waybill.plan.parameter import ParameterSpec, part_name
 from waybill.plan.stream import equals, fill
+from waybill.text.gguf import tokenizer_of
 from waybill.text.tokenizer import stop_tokens
 from waybill.weights.dtypes import NUMPY_DTYPES
 
@@ -113,10 +114,9 @@ def notices(plan: Plan, components: Collection[Component]) -> list[str]:
         "no eos_token_id is stated: generation will not stop by itself": not stop_tokens(
             checkpoint.generation_config, checkpoint.config
         ),
-        "there is no tokenizer.json: the package can be given tokens, not text": not (
-            checkpoint.root / "tokenizer.json"
-        ).is_file(),
     }
+    if (lost := _no_tokenizer(checkpoint)) is not None:
+        lines[f"{lost}: the package can be given tokens, not text"] = True
     inputs = {value.name for component in components for value in component.graph.inputs}
     missing = [
         f"there is no preprocessor_config.json: the package can be given arrays, not {things}"
@@ -132,6 +132,17 @@ def _describes(folder: Path, section: str) -> bool:
     if (folder / "preprocessor_config.json").is_file():
         return True
     return whole.is_file() and f'"{section}"' in whole.read_text("utf-8", errors="replace")
+
+
+def _no_tokenizer(checkpoint: Checkpoint) -> str | None:
+    """Why the package will not turn text into tokens."""
+    if checkpoint.metadata is None:
+        return None if (checkpoint.root / "tokenizer.json").is_file() else "there is no tokenizer.json"
+    try:
+        tokenizer_of(checkpoint.metadata, checkpoint.name)
+    except NoTokenizer as error:
+        return f"{error.what}, {error.found}"
+    return None
 
 
 def build_components(plan: Plan, options: Options, *, load_weights: bool) -> dict[str, Component]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import onnx_ir as ir
 from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
-from waybill.errors import CannotLink
+from waybill.errors import CannotLink, NoTokenizer
 from waybill.onnx import gate
 from waybill.onnx.bill import component_bill, package_bill
 from waybill.onnx.component import Component
@@ -21,7 +22,8 @@ from waybill.onnx.data import DATA, Layout, write_data
 from waybill.onnx.genai import genai_config
 from waybill.onnx.graph import form
 from waybill.onnx.publish import MARKER
-from waybill.plan import Binding
+from waybill.plan import Binding, Plan
+from waybill.text.gguf import documents
 from waybill.weights.dtypes import Array
 
 TRAVELS = (
@@ -67,10 +69,29 @@ def write_package(components: Mapping[str, Component], layout: Layout, staging: 
             )
     bills = {name: _write_graph(component, layout, digests, staging) for name, component in components.items()}
     _write_json(staging / "genai_config.json", genai_config(plan, components, options.ep))
-    for name in TRAVELS:
-        if (plan.checkpoint.root / name).is_file():
-            shutil.copyfile(plan.checkpoint.root / name, staging / name)
+    _write_companions(plan, staging)
     _write_json(staging / MARKER, package_bill(plan, options, bills))
+
+
+def _write_companions(plan: Plan, staging: Path) -> None:
+    """What a runtime needs beside the graphs: the folder's files, or the same facts from a GGUF file's metadata."""
+    checkpoint = plan.checkpoint
+    if checkpoint.metadata is None:
+        for name in TRAVELS:
+            if (checkpoint.root / name).is_file():
+                shutil.copyfile(checkpoint.root / name, staging / name)
+        return
+    config = plan.require_clean()
+    facts = {key: value for key, value in checkpoint.config.items() if "." not in key}
+    if config.text is not None:
+        rotary = config.text.rotary_config
+        facts["rope_parameters"] = {"rope_type": "default", **(rotary.scaling or {}), "rope_theta": rotary.base}
+    named = {"architectures": config.architectures, "model_type": config.model_type}
+    _write_json(staging / "config.json", named | facts)
+    _write_json(staging / "generation_config.json", checkpoint.generation_config)
+    with suppress(NoTokenizer):  # said among the notices: the package can be given tokens
+        for name, content in documents(checkpoint.metadata, checkpoint.name).items():
+            _write_json(staging / name, content)
 
 
 def _write_graph(component: Component, layout: Layout, digests: Mapping[str, str], staging: Path) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
                 found=f"float, {header}" if isinstance(weight, FloatWeight) else str(weight.layout),
                 fix="use an export that packs all members of this parameter alike",
             )
-        elif packing is None and header.dtype not in FLOAT_DTYPES:
+        elif isinstance(weight, FloatWeight) and weight.value.dtype not in FLOAT_DTYPES:
             yield DtypeMismatch(
                 "a float weight is stored as something else",
                 where=f"{header.name} ({header.file})",

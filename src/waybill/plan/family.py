@@ -8,13 +8,25 @@ from typing import Any, NamedTuple
 
 from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import split_role
+from waybill.config.architectures import GGUF_ARCHITECTURE
 from waybill.config.composite import Config
+from waybill.config.gguf import LAYOUTS
+from waybill.config.quantization import ComponentQuantizationManifest
 from waybill.errors import WaybillError
 from waybill.manifest import ComponentManifest
 from waybill.manifest.naming import Naming, Spelling
 from waybill.manifest.quantization import Policy, read_quantization
 from waybill.plan.parameter import Merges, Packing, ParameterSpec
 from waybill.rules import RuleTable
+
+
+class Dialect(NamedTuple):
+    """How a family's weights lie in GGUF files."""
+
+    runtime: Callable[[str], str]
+    """A stored name as the running model has it."""
+    paired: Callable[[Mapping[str, Any], str], bool]
+    """Whether the rows of a weight, by its runtime name, hold rotary pairs side by side."""
 
 
 class Reading(NamedTuple):
@@ -43,14 +55,27 @@ class Family:
     spellings: Sequence[Spelling] = ()
     layer_fields: Mapping[str, str] = field(default_factory=dict)
     """Path of a run of layers to the config field that counts them, for messages."""
+    gguf: Dialect | None = None
+    """How GGUF files of this family are read, for a family that has such files."""
 
     def naming(self, hf_config: Mapping[str, Any]) -> Naming:
         """How a checkpoint of this family is read."""
-        return Naming(self.components(hf_config), self.kind_of, self.spellings)
+        translate = self.gguf.runtime if self.gguf and GGUF_ARCHITECTURE in hf_config else None
+        return Naming(self.components(hf_config), self.kind_of, self.spellings, translate)
+
+    def paired_rows(self, hf_config: Mapping[str, Any], config: Config) -> Callable[[str], int]:
+        """By runtime name, the rows of each head of a weight whose rotary pairs lie side by side; 0 for others."""
+        dialect, text = self.gguf, config.text
+        if dialect is None or text is None or GGUF_ARCHITECTURE not in hf_config:
+            return lambda _: 0
+        return lambda name: text.head_dim if dialect.paired(hf_config, name) else 0
 
     def policy(self, checkpoint: Checkpoint, problems: list[WaybillError]) -> Policy:
         """What each module of a checkpoint is packed as, by its metadata; problems are appended."""
         naming = self.naming(checkpoint.config)
+        if checkpoint.metadata is not None:
+            own = {t.name.removesuffix(".weight"): LAYOUTS.get(t.dtype) for t in checkpoint.tensors.values()}
+            return Policy(naming, ComponentQuantizationManifest(), own)
         packed = {naming.component(split[0]) for name in checkpoint.tensors if (split := split_role(name)) is not None}
         found = read_quantization(checkpoint.config, checkpoint.side_files, naming.components, problems, packed - {""})
         return Policy(naming, found)

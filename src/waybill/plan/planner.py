@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config.composite import Config
+from waybill.config.gguf import WITH_MINIMUM
 from waybill.errors import (
     BadConfig,
     ClaimedTwice,
@@ -29,6 +30,7 @@ from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
 from waybill.weights import WeightBundle, WeightRecord
+from waybill.weights.pairs import halves_apart
 from waybill.weights.record import bundled
 
 Slots = dict[tuple[int, int], WeightRecord]
@@ -142,7 +144,17 @@ def _describe(
         )
     if checkpoint.problems or len(problems) > before:
         return config, policy, []
-    return config, policy, group_records(checkpoint, policy, problems)
+    records = group_records(checkpoint, policy, problems)
+    if widened := [t for t in checkpoint.tensors.values() if t.dtype in WITH_MINIMUM]:
+        types = ", ".join(sorted({t.dtype for t in widened}))
+        notices.append(f"{len(widened)} tensors of type {types} are read as floats: they have no exact packed form")
+    paired = family.paired_rows(checkpoint.config, config) if config else lambda _: 0
+    return config, policy, [_in_order(record, paired(policy.naming.runtime(record.source_name))) for record in records]
+
+
+def _in_order(record: WeightRecord, head_dim: int) -> WeightRecord:
+    """A record whose rows have the order they have at run time."""
+    return replace(record, storage=halves_apart(record.storage, head_dim)) if head_dim else record
 
 
 def _unusable(config: Config, checkpoint: Checkpoint) -> list[WaybillError]:

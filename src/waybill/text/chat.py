@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from waybill.checkpoint.jsonfile import read_object
+from waybill.checkpoint.opening import is_gguf, read_metadata
 from waybill.errors import BadTemplate
+from waybill.text.gguf import settings_of
 
 MAX_TEMPLATE_BYTES = 256 << 10
 TIMEOUT_SECONDS = 20
@@ -55,13 +57,12 @@ def render_prompt(folder: Path, text: str, kind: str = "", word: str = "") -> st
 
 
 def render_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt for `messages`, ending where the assistant is to speak.
+    """The prompt for `messages`, ending where the assistant is to speak; `folder` may be a GGUF file.
 
     Raises:
         BadTemplate: there is none, it is not a template, it refuses these messages, or it exceeds its bounds.
     """
-    settings_path = folder / "tokenizer_config.json"
-    settings = read_object(settings_path) if settings_path.exists() else {}
+    settings = _settings(folder)
     job = {
         "template": _template(folder, settings),
         "messages": list(messages),
@@ -85,6 +86,13 @@ def render_chat(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     return answer["text"]
 
 
+def _settings(folder: Path) -> Mapping[str, Any]:
+    if is_gguf(folder):
+        return settings_of(read_metadata(folder))
+    path = folder / "tokenizer_config.json"
+    return read_object(path) if path.exists() else {}
+
+
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -100,7 +108,9 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
         raise _bad(
             folder,
             "there is no chat template",
-            "neither chat_template.jinja or .json nor one in tokenizer_config.json",
+            "no tokenizer.chat_template in the metadata"
+            if is_gguf(folder)
+            else "neither chat_template.jinja or .json nor one in tokenizer_config.json",
         )
     if len(stated) > MAX_TEMPLATE_BYTES:
         raise _bad(folder, "the chat template is too large", f"{len(stated):,} characters")

@@ -9,15 +9,19 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from waybill.checkpoint.opening import is_gguf, read_metadata
 from waybill.errors import NoTokenizer
+from waybill.text.gguf import tokenizer_of
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The checkpoint's fast tokenizer.
+    """The checkpoint's fast tokenizer; `folder` may be a GGUF file, which holds its own.
 
     Raises:
-        NoTokenizer: tokenizer.json is missing or broken.
+        NoTokenizer: tokenizer.json is missing or broken, or the file's tokenizer is of a kind that is not read.
     """
+    if is_gguf(folder):
+        return tokenizer_of(read_metadata(folder), folder.name)
     path = folder / "tokenizer.json"
     if not path.is_file():
         others = sorted(p.name for p in folder.glob("*token*")) + sorted(p.name for p in folder.glob("vocab*"))

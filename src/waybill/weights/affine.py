@@ -56,22 +56,22 @@ class AffinePackedWeight:
     def narrow(self, axis: int, start: int, length: int) -> AffinePackedWeight:
         """Keep part of an axis of the logical shape; ValueError when a cut along K would split a group."""
         if axis != len(self.shape) - 1:
-            return self._map(lambda value: value.narrow(axis, start, length))
+            return self.map(lambda value: value.narrow(axis, start, length))
         if start == 0 and length == self.in_features:
             return self
         group = self.layout.group
         if start % group or (length % group and start + length != self.in_features):
             raise ValueError(f"{start}:{start + length} splits a group of {group}")
-        cut = self._map(lambda value: value.narrow(axis, start // group, -(-length // group)))
+        cut = self.map(lambda value: value.narrow(axis, start // group, -(-length // group)))
         return replace(cut, in_features=length)
 
     def select(self, axis: int, index: int) -> AffinePackedWeight:
         """Take one position of a leading axis and drop the axis."""
-        return self._map(lambda value: value.select(axis, index))
+        return self.map(lambda value: value.select(axis, index))
 
     def pad(self, axis: int, length: int) -> AffinePackedWeight:
         """Append rows whose scale is zero, so that every element of them is."""
-        return self._map(lambda value: value.pad(axis, length))
+        return self.map(lambda value: value.pad(axis, length))
 
     def with_zero_points(self) -> AffinePackedWeight:
         """The same weight with its midpoint written out."""
@@ -104,7 +104,8 @@ class AffinePackedWeight:
             zero_points=None if zeros is None else refined(zeros, groups, split=False),
         )
 
-    def _map(self, change: Callable[[LazyTensor], LazyTensor]) -> AffinePackedWeight:
+    def map(self, change: Callable[[LazyTensor], LazyTensor]) -> AffinePackedWeight:
+        """The same change to codes, scales and zero points: it must be one of axes before the groups, or of both."""
         zeros = None if self.zero_points is None else change(self.zero_points)
         return replace(self, codes=change(self.codes), scales=change(self.scales), zero_points=zeros)
 

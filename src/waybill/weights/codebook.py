@@ -77,7 +77,7 @@ class CodebookWeight:
         if start == 0 and length == size:
             return self
         if axis < rank - 2:
-            return self._map(lambda value: value.narrow(axis, start, length))
+            return self.map(lambda value: value.narrow(axis, start, length))
         along_rows = axis == rank - 2
         block = self.layout.rows if along_rows else self.layout.columns
         scales, per_byte = self.scales, 1 if along_rows else 8 // self.layout.bits
@@ -96,7 +96,7 @@ class CodebookWeight:
         """Take one position of a leading axis and drop the axis."""
         if axis >= len(self.shape) - 2:
             raise ValueError(f"axis {axis} of {self.shape} is not a leading one")
-        return self._map(lambda value: value.select(axis, index))
+        return self.map(lambda value: value.select(axis, index))
 
     def pad(self, axis: int, length: int) -> CodebookWeight:
         """Append rows of code 0, which is zero in every table; ValueError where a scale of zero would divide them."""
@@ -119,7 +119,8 @@ class CodebookWeight:
         scales = stored(Decoded(first.name, self.scales.dtype, shape, first.file, first.offset, repeated))
         return replace(self, layout=self.layout._replace(rows=1), scales=scales)
 
-    def _map(self, change: Callable[[LazyTensor], LazyTensor]) -> CodebookWeight:
+    def map(self, change: Callable[[LazyTensor], LazyTensor]) -> CodebookWeight:
+        """The same change to codes and scales: it must be one of axes before the blocks, or of rows that are blocks."""
         return replace(self, codes=change(self.codes), scales=change(self.scales))
 
 

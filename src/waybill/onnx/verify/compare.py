@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from waybill.config import RotaryConfig
+from waybill.config.gguf import METHOD, WITH_MINIMUM
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadPackage, WaybillError
 from waybill.onnx.verify.decoding import PackedMatrix, fields, packed_matrix, read_at
@@ -82,7 +83,8 @@ class Held:
 def compare_floats(held: Held, member: Member, origin: Origin) -> None:
     """A float weight: equal bit by bit after the cast to the package's dtype."""
     header = origin.stored.headers.get(member.weight)
-    if header is None or header.dtype not in ("F64", "F32", "F16", "BF16") or held.entry.dtype not in BITS:
+    floats = ("F64", "F32", "F16", "BF16", *WITH_MINIMUM)
+    if header is None or header.dtype not in floats or held.entry.dtype not in BITS:
         held.refuse("a float initializer for float numbers", str(header or "a packed weight"))
         return
     columns = held.entry.nbytes // (held.slabs * held.rows * NUMPY_DTYPES[held.entry.dtype].itemsize)
@@ -92,7 +94,7 @@ def compare_floats(held: Held, member: Member, origin: Origin) -> None:
     axes = max(len(header.shape) - 1, 1)
     skip = member.first + (member.expert * header.shape[-2] if member.expert is not None else 0)
     for start, stop in chunks(member.count, columns):
-        values = origin.stored.read(member.weight, skip + start, skip + stop, axes).reshape(stop - start, columns)
+        values = origin.floats(member.weight, skip + start, skip + stop, axes).reshape(stop - start, columns)
         expected = cast(values, held.entry.dtype)
         found = held.read(member, start, stop).copy().view(NUMPY_DTYPES[held.entry.dtype])
         bits = BITS[held.entry.dtype]
@@ -116,10 +118,10 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
     """A packed weight: codes and zero points equal as integers, scales as numbers, block by block."""
     codes = held["codes"]
     config = origin.policy(member.weight)
-    if config is None or not origin.is_packed(member.weight):
+    if config is None or not (origin.is_packed(member.weight) or config.method == METHOD):
         codes.refuse("a packed initializer for a packed weight", f"{member.weight} is float in the checkpoint")
         return
-    matrix = packed_matrix(origin.stored, member.weight, config, member.expert)
+    matrix = origin.in_order(member.weight, packed_matrix(origin.stored, member.weight, config, member.expert))
     if not _blocks_fit(held, matrix, config):
         return
     entry, blocks = codes.entry, held["scales"].entry.shape[-1]

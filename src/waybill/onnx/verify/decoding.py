@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from waybill.checkpoint import TensorHeader
+from waybill.checkpoint.gguf import BLOCK_TYPES
+from waybill.config.gguf import METHOD, WITH_MINIMUM
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import ActOrder, DtypeMismatch, FileChanged, PackingMismatch
+from waybill.onnx.verify.blocks import ZERO, block_codes, block_numbers, block_scales
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
 
 REPEATED_ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -67,6 +70,21 @@ class StoredTensors:
         _fill(self.root, header, start * step, octets)
         return octets.view(dtype).reshape(stop - start, *tail)
 
+    def floats(self, name: str, start: int, stop: int, axes: int = 1) -> Array:
+        """The same as numbers, also of GGUF blocks that have no packed form."""
+        header = self.headers[name]
+        if header.dtype not in WITH_MINIMUM:
+            return self.read(name, start, stop, axes)
+        return block_numbers(header.dtype, self.octets(name).read(name, start, stop, axes))
+
+    def octets(self, name: str) -> StoredTensors:
+        """A tensor of GGUF blocks as rows of bytes."""
+        header = self.headers[name]
+        elements, nbytes = BLOCK_TYPES[header.dtype]
+        *rows, columns = header.shape
+        plain = header._replace(dtype="U8", shape=(*rows, columns // elements * nbytes))
+        return StoredTensors(self.root, {name: plain})
+
     def whole(self, name: str) -> Array:
         """All of a tensor."""
         shape = self.headers[name].shape
@@ -111,7 +129,10 @@ def _fill(root: Path, header: TensorHeader, skip: int, octets: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One stored weight [N, K]: zero points and scales as numbers [N, G]; codes are unpacked when asked for."""
+    """One stored weight [N, K]: zero points and scales as numbers [N, G]; codes are unpacked when asked for.
+
+    `form` is a method, or a type of GGUF blocks.
+    """
 
     form: str
     bits: int
@@ -128,6 +149,8 @@ class PackedMatrix:
 
     def codes(self, start: int, stop: int) -> Array:
         """Rows of codes as integers, U8 [stop - start, K]; both ends are multiples of 8."""
+        if self.form in ZERO:
+            return block_codes(self.form, self.packed[start:stop])
         if self.form not in ("gptq", "awq"):
             return fields(self.packed[start:stop], self.bits)[:, : self.columns]
         out = np.empty((stop - start, self.columns), np.uint8)
@@ -151,6 +174,8 @@ def packed_matrix(
         PackingMismatch: shapes and metadata contradict each other.
         ActOrder: the groups are permuted.
     """
+    if config.method == METHOD:
+        return _blocks(stored, weight, config, expert)
     names = stored.sidecars(weight)
     if expert is None:
         arrays = {role: stored.whole(name) for role, name in names.items()}
@@ -172,6 +197,16 @@ def packed_matrix(
     if "g_idx" in arrays:
         _require_trivial(arrays["g_idx"], matrix, weight)
     return matrix
+
+
+def _blocks(stored: StoredTensors, weight: str, config: QuantizationConfig, expert: int | None) -> PackedMatrix:
+    """A tensor of GGUF blocks, which needs no sidecars."""
+    header = stored.headers[weight]
+    octets = stored.octets(weight)
+    raw = octets.whole(weight) if expert is None else octets.read(weight, expert, expert + 1)[0]
+    scales = block_scales(header.dtype, raw)
+    zeros = np.full(scales.shape, ZERO[header.dtype], np.uint8)
+    return PackedMatrix(header.dtype, config.bits, config.group_size, raw, zeros, scales, header.shape[-1])
 
 
 def fields(octets: Array, bits: int) -> Array:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from waybill.config import RotaryConfig
 from waybill.config.quantization import QuantizationConfig
-from waybill.onnx.verify.decoding import StoredTensors
+from waybill.onnx.verify.decoding import PackedMatrix, StoredTensors
+from waybill.weights.dtypes import Array
 
-BANKS = (".experts.gate_up_proj", ".experts.down_proj")
+BANKS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.gate_proj", ".experts.up_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint as a prover sees it, by runtime names. `policy` says how a packed weight is packed."""
+    """A checkpoint as a prover sees it, by runtime names. `policy` says how a packed weight is packed.
+
+    `paired` gives the rows of a head for a weight that is stored with its rotary pairs side by side, 0 for others.
+    """
 
     stored: StoredTensors
     policy: Callable[[str], QuantizationConfig | None]
     rotary: RotaryConfig | None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What genai_config.json must say of the model: its tokens, and how many positions it has."""
+    paired: Callable[[str], int] = lambda _: 0
 
     def names(self, weight: str) -> list[str]:
         """The stored tensors of a weight, as the checkpoint spells them; none when it does not have it."""
@@ -42,6 +49,24 @@ class Origin:
             return list(self.stored.sidecars(weight).values())
         return [weight] if weight in self.stored.headers else []
 
+    def floats(self, weight: str, start: int, stop: int, axes: int) -> Array:
+        """Rows of a float weight, in the order they have at run time."""
+        head = self.paired(weight)
+        if not head:
+            return self.stored.floats(weight, start, stop, axes)
+        places = _stored_row(np.arange(start, stop), head)
+        first, last = int(places.min()), int(places.max()) + 1
+        rows: Array = self.stored.floats(weight, first, last, axes)[places - first]
+        return rows
+
+    def in_order(self, weight: str, matrix: PackedMatrix) -> PackedMatrix:
+        """A packed weight whose rows have the order they have at run time."""
+        head = self.paired(weight)
+        if not head:
+            return matrix
+        places = _stored_row(np.arange(matrix.rows), head)
+        return replace(matrix, packed=matrix.packed[places], zeros=matrix.zeros[places], scales=matrix.scales[places])
+
     def rows(self, weight: str) -> int:
         """Rows of one matrix, as its headers state them."""
         if (header := self.stored.headers.get(weight)) is not None:
@@ -53,6 +78,12 @@ class Origin:
         if scales is None or config is None or len(self.stored.headers[scales].shape) < 2:
             return 0
         return self.stored.headers[scales].shape[-2 if config.method == "olive" else -1]
+
+
+def _stored_row(row: Array, head: int) -> Array:
+    """Where a row lies when the pairs of each head are side by side: element i of one half is pair i's."""
+    inside = row % head
+    return np.asarray(row - inside + 2 * (inside % (head // 2)) + inside // (head // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +122,9 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
     """What a weight of the graph is made of, in any order; names alone decide it."""
     path, _, leaf = weight.rpartition(".")
     if weight.endswith(BANKS):
-        if any(count != slabs for count in origin.slabs(weight)):
+        path = weight.rpartition(".")[0]
+        banks = {weight, *(f"{path}.{letter}_proj" for letter in ("gate", "up", "down"))}
+        if any(count != slabs for bank in banks for count in origin.slabs(bank)):
             return  # another number of experts
         for expert in range(slabs):
             yield from _expert(weight, expert, origin)
@@ -107,7 +140,8 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
 
 
 def _expert(bank: str, expert: int, origin: Origin) -> Iterator[Member]:
-    """One expert: a slice of a stored bank, gate rows before up rows, or projections of their own. They alternate."""
+    """One expert: a slice of a stored bank, gate rows before up rows, or of a bank for each, or projections of their
+    own. They alternate."""
     path, _, name = bank.rpartition(".")
     letters = ("gate", "up") if name == "gate_up_proj" else ("down",)
     step = len(letters)
@@ -117,5 +151,8 @@ def _expert(bank: str, expert: int, origin: Origin) -> Iterator[Member]:
             yield Member(bank, at * count, count, expert, at, step, expert)
         return
     for at, letter in enumerate(letters):
+        if origin.names(own := f"{path}.{letter}_proj"):
+            yield Member(own, 0, origin.rows(own), expert, at, step, expert)
+            continue
         weight = f"{path}.{expert}.{letter}_proj.weight"
         yield Member(weight, 0, origin.rows(weight), expert, at, step)
