@@ -17,6 +17,10 @@ RATES = {"gptq": 1.2e9, "awq": 0.7e9}
 """Packed bytes a second that must be reached; Olive's bytes only move, so its reach is the machine's."""
 COPY_SHARE = 0.5
 DECODE_REACH = 1.2
+CODEBOOKS = {"E4M3": (128, 128), "E2M1": (1, 32)}
+"""Tables, and rows and columns of a scale's block: block FP8, and MXFP4."""
+LOOKUP_REACH = 0.5
+"""GB of codes a second."""
 LIMITS = {
     "gptq": "transposing words, one result row of a cache line each; then reading and placing",
     "awq": "exchanging nibbles in three rounds of six passes, then transposing words; fresh scratch memory",
@@ -31,6 +35,8 @@ def rows(runs: int, machine: Runs) -> Iterator[Row]:
         warm(checkpoints.weights(folder))
         yield _canonical(method, folder, runs, machine)
         yield load.half(f"Qwen3-1.7B {name} 4-bit", folder)
+    for table, block in CODEBOOKS.items():
+        yield _lookup(table, block, runs)
     yield _load(runs)
     yield _decode(runs, machine)
 
@@ -50,6 +56,20 @@ def _canonical(method: str, folder: Path, runs: int, machine: Runs) -> Row:
         f"≥ {reach / 1e9:.1f} GB/s" + ("" if method in RATES else f" ({COPY_SHARE:g} × copy)"),
         rate >= reach,
         LIMITS[method],
+    )
+
+
+def _lookup(table: str, block: tuple[int, int], runs: int) -> Row:
+    taken = in_turn({"waybill": partial(child, "packed", table, "lookup")}, runs)["waybill"]
+    rate = taken.median("rate")
+    return Row(
+        f"{table} codes in blocks of {block[0]} × {block[1]} to float32, 32 MB of codes, {THREADS} threads",
+        taken.text("GB/s", "rate"),
+        "–",
+        "–",
+        f"≥ {LOOKUP_REACH:g} GB/s",
+        rate >= LOOKUP_REACH,
+        "one lookup of a byte and one product a value, by PyTorch, over blocks of rows",
     )
 
 
@@ -124,9 +144,32 @@ def _measure_canonical(folder: Path, way: str) -> Sample:
     return {"seconds": seconds, "bytes": nbytes, "rate": nbytes / seconds / 1e9, "kept": len(kept)}
 
 
-def main(folder: str, way: str) -> None:
+def _measure_lookup(table: str) -> Sample:
+    """What the engine does for a product with a codebook matrix, but for the product: a few rows at a time."""
+    import torch
+
+    from waybill.engine.layers.lookup import looked_up
+    from waybill.weights.codebook import CodebookLayout
+
+    torch.set_num_threads(THREADS)
+    rows, octets = 8192, 4096
+    layout = CodebookLayout(table, *CODEBOOKS[table])
+    columns = octets * 8 // layout.bits
+    codes = torch.randint(0, 126, (rows, octets), dtype=torch.uint8)
+    scales = torch.ones(-(-rows // layout.rows), -(-columns // layout.columns))
+    each = 128
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for at in range(0, rows, each):
+            looked_up(codes[at : at + each], scales, layout, torch.arange(at, at + each), torch.float32)
+        best = min(best, time.perf_counter() - start)
+    return {"seconds": best, "rate": codes.numel() / best / 1e9}
+
+
+def main(subject: str, way: str) -> None:
     """One measurement, in a process of its own."""
-    report(_measure_canonical(Path(folder), way))
+    report(_measure_lookup(subject) if way == "lookup" else _measure_canonical(Path(subject), way))
 
 
 if __name__ == "__main__":
