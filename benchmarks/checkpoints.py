@@ -103,12 +103,26 @@ def moe() -> Path:
 
 def large() -> Path:
     """Qwen3-235B-A22B's headers, 36,945 tensors in 118 files that have their full length and no blocks on disk."""
-    return made("qwen3-235b-shaped", _write_large)
+    return made("qwen3-235b-shaped", lambda folder: _write_large(folder, LARGE, _large_entries()))
+
+
+def packed_large() -> Path:
+    """The same as GPTQ writes it: 36,472 packed records, four tensors each."""
+    config = LARGE | {"quantization_config": QUANTIZATION["gptq"]}
+    return made(
+        "qwen3-235b-gptq", lambda folder: _write_large(folder, config, _packed_entries(_large_entries(), "gptq"))
+    )
 
 
 def packed_wide(method: str) -> Path:
     """20 of Qwen3-1.7B's layers in 4 bits as gptq, awq or olive lays them out: 0.56 GB."""
     return made(f"qwen3-1.7b-{method}", lambda folder: _write_packed(folder, WIDE, method))
+
+
+def gguf_wide(block_type: str) -> Path:
+    """20 layers of a llama of the same sizes in blocks of one type: a GGUF file of 0.5 to 1.0 GB."""
+    folder = made(f"llama-1.7b-{block_type}", partial(_write_gguf, block_type))
+    return folder / "model.gguf"
 
 
 def packed_dense() -> Path:
@@ -127,8 +141,8 @@ def gptq_smol(source: Path, bits: int) -> Path:
 
 
 def weights(folder: Path) -> Path:
-    """The one weight file of a checkpoint."""
-    return folder / "model.safetensors"
+    """The one weight file of a checkpoint; a GGUF file is both."""
+    return folder if folder.is_file() else folder / "model.safetensors"
 
 
 def home() -> Path:
@@ -243,12 +257,18 @@ def _random(name: str, count: int, dtype: Any) -> Iterator[Any]:
 
 
 def _write_packed(folder: Path, config: dict[str, Any], method: str) -> None:
-    shapes = _shapes(config)
-    floats = {name: shape for name, shape in shapes.items() if not name.endswith(PACKED)}
-    entries = _floats(floats, {})
-    for name in shapes.keys() - floats.keys():
-        entries |= _sidecars(name.removesuffix(".weight"), *shapes[name], method)
+    entries = _packed_entries(_floats(_shapes(config), {}), method)
     write_entries(folder, config | {"quantization_config": QUANTIZATION[method]}, entries)
+
+
+def _packed_entries(floats: Mapping[str, Entry], method: str) -> dict[str, Entry]:
+    """The entries of a float checkpoint, those of projections as a producer lays them out."""
+    entries: dict[str, Entry] = {}
+    for name, entry in floats.items():
+        matrix = name.endswith(PACKED)
+        outputs_inputs = entry.shape if matrix else (0, 0)
+        entries |= _sidecars(name.removesuffix(".weight"), *outputs_inputs, method) if matrix else {name: entry}
+    return entries
 
 
 def _sidecars(path: str, outputs: int, inputs: int, method: str) -> dict[str, Entry]:
@@ -383,18 +403,69 @@ def _words(codes: Any, bits: int) -> Any:
     return np.ascontiguousarray(octets).view(np.int32)
 
 
-def _write_large(folder: Path) -> None:
-    shapes = _floats(_shapes(LARGE) | {"lm_head.weight": _table(LARGE)}, {})
+def _large_entries() -> dict[str, Entry]:
+    return _floats(_shapes(LARGE) | {"lm_head.weight": _table(LARGE)}, {})
+
+
+def _write_large(folder: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
     weight_map = {}
-    ordered, width = sorted(shapes), -(-len(shapes) // LARGE_SHARDS)
+    ordered, width = sorted(entries), -(-len(entries) // LARGE_SHARDS)
     for number, start in enumerate(range(0, len(ordered), width), 1):
         names = ordered[start : start + width]
         file = f"model-{number:05d}-of-{LARGE_SHARDS:05d}.safetensors"
-        header, data = _header({name: shapes[name] for name in names})
+        header, data = _header({name: entries[name] for name in names})
         with (folder / file).open("wb") as stream:
             stream.write(header)
             stream.truncate(len(header) + data)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
-    (folder / "config.json").write_text(json.dumps(LARGE, indent=1), "utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GGUF_SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""The types measured, and where a block's float16 scales lie."""
+
+
+def _write_gguf(block_type: str, folder: Path) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    for key, value in {
+        "block_count": WIDE["num_hidden_layers"],
+        "context_length": 4096,
+        "embedding_length": WIDE["hidden_size"],
+        "feed_forward_length": WIDE["intermediate_size"],
+        "attention.head_count": WIDE["num_attention_heads"],
+        "attention.head_count_kv": WIDE["num_key_value_heads"],
+        "attention.key_length": WIDE["head_dim"],
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    kind = gguf.GGMLQuantizationType[block_type]
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    for name, shape in _shapes(WIDE).items():
+        stem, _, leaf = name.rpartition(".")
+        layer, _, module = stem.removeprefix("model.layers.").partition(".")
+        if module.endswith(("q_norm", "k_norm")):
+            continue
+        own = f"{GGUF_NAMES[stem]}.{leaf}" if stem in GGUF_NAMES else f"blk.{layer}.{GGUF_NAMES[module]}.{leaf}"
+        if len(shape) == 1:
+            writer.add_tensor(own, np.ones(shape, np.float32))
+            continue
+        blocks = np.concatenate(list(octets(name, math.prod(shape) // elements * nbytes))).reshape(-1, nbytes)
+        for at in GGUF_SCALES[block_type]:
+            blocks[:, at : at + 2] = np.concatenate(list(scales(name, len(blocks)))).view(np.uint8).reshape(-1, 2)
+        writer.add_tensor(own, blocks.reshape(shape[0], -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

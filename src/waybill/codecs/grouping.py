@@ -18,6 +18,8 @@ from waybill.weights.record import PackedStorage
 ROLES = ("qweight", "scales", "qzeros", "g_idx", "scale_inv", "blocks")
 WEIGHT_ROLES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 """Roles that begin with the parameter's own name."""
+_LEAVES = frozenset({*ROLES, *WEIGHT_ROLES})
+_ENDINGS = tuple(f"_{role}" for role in ROLES)
 FOREIGN_ROLES = ("absmax", "quant_map")
 """Endings of packed formats that no codec reads yet: named, instead of reported as unknown tensors."""
 CODES = frozenset({"qweight", "weight_packed", "blocks"})
@@ -26,14 +28,12 @@ CODES = frozenset({"qweight", "weight_packed", "blocks"})
 
 def split_role(name: str) -> tuple[str, str] | None:
     """`…q_proj.qweight` or `…q_proj.weight_qweight` -> (`…q_proj.weight`, `qweight`); None for a plain tensor."""
-    for role in WEIGHT_ROLES:
-        if name.endswith(f".{role}"):
-            return name.removesuffix(role) + "weight", role
-    for role in ROLES:
-        if name.endswith(f".{role}"):
-            return name.removesuffix(role) + "weight", role
-        if name.endswith(f"_{role}"):
-            return name.removesuffix(f"_{role}"), role
+    module, _, leaf = name.rpartition(".")
+    if module and leaf in _LEAVES:
+        return f"{module}.weight", leaf
+    if name.endswith(_ENDINGS):
+        role = next(role for role in ROLES if name.endswith(f"_{role}"))
+        return name.removesuffix(f"_{role}"), role
     return None
 
 

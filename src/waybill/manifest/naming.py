@@ -48,6 +48,8 @@ class Naming:
 
     def spelling_of(self, stored: str) -> Spelling | None:
         """The longest spelling that begins this name, by whole segments."""
+        if not self.spellings:
+            return None
         segments = stored.split(".", self._deepest)
         for end in range(min(len(segments), self._deepest), 0, -1):
             if (found := self._by_stored.get(".".join(segments[:end]))) is not None:

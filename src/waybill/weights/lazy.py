@@ -43,6 +43,10 @@ class Decoded(NamedTuple):
     decoder: Decoder
 
 
+_IN_ORDER = tuple(tuple(range(rank)) for rank in range(20))
+"""Axes of a tile that is not turned, by rank: a stored tensor has 16 at most."""
+
+
 class Tile(NamedTuple):
     """A box of one stored or decoded tensor, and the box of the result it fills.
 
@@ -60,6 +64,8 @@ class Tile(NamedTuple):
     @property
     def extent(self) -> tuple[int, ...]:
         """The box's lengths along the stored axes."""
+        if self.axes == _IN_ORDER[len(self.start)]:  # nearly every tile, and asked for often
+            return self.shape
         lengths = [1] * len(self.start)
         for axis, length in zip(self.axes, self.shape, strict=True):
             if axis is not None:

@@ -76,10 +76,10 @@ def read_through(tile: Tile) -> Tile:
     Widening one axis to its full length makes the box contiguous from that axis on. A decoder makes what it is asked
     for, so a decoded tile is its own box.
     """
-    if isinstance(tile.source, Decoded):
-        return _box(tile, tile.start, tile.extent)
-    item = DTYPE_BITS[tile.source.dtype] // 8
     shape, extent = tile.source.shape, tile.extent
+    if isinstance(tile.source, Decoded) or extent == shape:
+        return _box(tile, tile.start, extent)
+    item = DTYPE_BITS[tile.source.dtype] // 8
     start = list(tile.start)
     for axis in reversed(range(len(shape))):
         run = math.prod(extent[axis:]) * item
@@ -115,4 +115,6 @@ def bytes_read(value: LazyTensor) -> int:
 def _tile_bytes(tile: Tile) -> int:
     if isinstance(tile.source, Decoded):
         return sum(map(bytes_read, tile.source.decoder.inputs(tile.start, tile.extent)))
+    if tile.extent == tile.source.shape:
+        return tile.source.nbytes
     return math.prod(read_through(tile).shape) * (DTYPE_BITS[tile.source.dtype] // 8)

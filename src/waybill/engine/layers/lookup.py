@@ -22,7 +22,7 @@ def looked_up(
     blocks = values_NK.shape[1] // layout.columns
     whole, rest = values_NK[:, : blocks * layout.columns], values_NK[:, blocks * layout.columns :]
     for values, scales in (
-        (whole.unflatten(1, (blocks, layout.columns)), scales_NC[:, :blocks, None]),
+        (whole.view(len(whole), blocks, layout.columns), scales_NC[:, :blocks, None]),
         (rest, scales_NC[:, blocks:]),
     ):
         values.div_(scales) if layout.divides else values.mul_(scales)
