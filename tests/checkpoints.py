@@ -127,6 +127,33 @@ def qwen2_moe(dtype: Any = BF16, *, banks: bool = False, **config: Any) -> Recip
     return recipe
 
 
+def gpt_oss(dtype: Any = BF16, **config: Any) -> Recipe:
+    """F-GPTOSS: 4 experts, 2 a token, as banks that lie [E, K, N]; sinks, biases, and windows of 4 in every second
+    layer."""
+    sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64,
+             "sliding_window": 4, "attention_bias": True, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+             "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                              "truncate": False, "original_max_position_embeddings": 32}}  # fmt: skip
+    recipe = _decoder("GptOssForCausalLM", "gpt_oss", 16, dtype, sizes | config)
+    heads, inner, experts = (
+        recipe.config[key] for key in ("num_attention_heads", "intermediate_size", "num_local_experts")
+    )
+    shapes = {
+        "router.weight": (experts, HIDDEN), "router.bias": (experts,),
+        "experts.gate_up_proj": (experts, HIDDEN, 2 * inner), "experts.gate_up_proj_bias": (experts, 2 * inner),
+        "experts.down_proj": (experts, inner, HIDDEN), "experts.down_proj_bias": (experts, HIDDEN),
+    }  # fmt: skip
+    for layer in range(recipe.config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        _add_biases(recipe, path, dtype)
+        recipe.tensors[f"{path}.self_attn.o_proj.bias"] = _random(dtype, HIDDEN)
+        recipe.tensors[f"{path}.self_attn.sinks"] = _random(dtype, heads)
+        for projection in ("gate", "up", "down"):
+            del recipe.tensors[f"{path}.mlp.{projection}_proj.weight"]
+        recipe.tensors |= {f"{path}.mlp.{name}": _random(dtype, *shape) for name, shape in shapes.items()}
+    return recipe
+
+
 def _add_biases(recipe: Recipe, path: str, dtype: Any) -> None:
     for member in "qkv":
         rows = recipe.tensors[f"{path}.self_attn.{member}_proj.weight"].shape[0]

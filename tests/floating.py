@@ -116,18 +116,21 @@ def pack_fp8(recipe: Recipe, blocks: Blocks, *, keep: Collection[str] = ()) -> T
 
 
 def pack_mxfp4(recipe: Recipe) -> Twins:
-    """Banks of experts in 4-bit floats, as gpt-oss lays them out, and their twin."""
+    """Banks of experts in 4-bit floats, as gpt-oss lays them out, and their twin; its own float banks lie [E, K, N]."""
+    turned = recipe.config["model_type"] == "gpt_oss"
     packed, dense = Recipe(dict(recipe.config)), Recipe(dict(recipe.config))
     values = np.array([float4(code) for code in range(16)], np.float32)
     for name, tensor in recipe.tensors.items():
-        if ".experts." not in name:
+        if ".experts." not in name or name.endswith("_bias"):
             packed.tensors[name] = dense.tensors[name] = tensor
             continue
-        blocks = tensor.reshape(*tensor.shape[:-1], -1, 32)
+        matrices = tensor.swapaxes(-1, -2) if turned else tensor
+        blocks = matrices.reshape(*matrices.shape[:-1], -1, 32)
         powers = np.ceil(np.log2(np.abs(blocks).max(-1) / 6)).astype(np.int64)
         scaled = blocks * np.float32(2.0) ** -powers[..., None]
         codes = np.abs(scaled[..., None] - values).argmin(-1).astype(np.uint8)
-        dense.tensors[name] = (values[codes] * np.float32(2.0) ** powers[..., None]).reshape(tensor.shape)
+        plain = (values[codes] * np.float32(2.0) ** powers[..., None]).reshape(matrices.shape)
+        dense.tensors[name] = np.ascontiguousarray(plain.swapaxes(-1, -2) if turned else plain)
         packed.tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
         packed.tensors[f"{name}_scales"] = (powers + 127).astype(np.uint8)
     packed.config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadOption, Refused
 from waybill.families import family_of
 from waybill.plan import Plan, make_plan
+from waybill.plan.agreement import widening
 from waybill.plan.collection import uncollected
 from waybill.plan.target import Target
 from waybill.weights import WeightRecord
@@ -49,6 +51,7 @@ def plan(
     dtype: str | None = None,
     ep: str = "cpu",
     link: bool = False,
+    widen_mxfp4: bool = False,
 ) -> Plan:
     """Write the waybill: one binding per parameter of the target, totals, and `problems`, from headers alone.
 
@@ -60,6 +63,7 @@ def plan(
         dtype: "float32", "float16" or "bfloat16"; by default what the config says, and float32 for ONNX on a CPU.
         ep: for "onnx", what will run it: "cpu" or "cuda".
         link: for "onnx", keep weights apart that lie apart, so that a package can refer to the checkpoint's files.
+        widen_mxfp4: for "onnx", make experts that are 4-bit floats 8-bit integers of the same values, twice as large.
 
     Raises:
         BadOption: an unknown target or dtype, or a rank outside the group.
@@ -77,12 +81,14 @@ def plan(
         tag = "F32"  # 16-bit floats make nothing faster there
     if target == "onnx" and tp > 1:
         raise _bad_option("an ONNX package is not cut into ranks", "tp 1", f"tp {tp}")
-    if target == "torch" and (link or ep != "cpu"):
-        found = "link" if link else f"ep {ep}"
+    if target == "torch" and (link or ep != "cpu" or widen_mxfp4):
+        found = "link" if link else f"ep {ep}" if ep != "cpu" else "widen_mxfp4"
         raise _bad_option("the engine has no execution provider and writes no package", "target onnx", found)
     with uncollected():
         family = family_of(checkpoint.config)
-        return make_plan(checkpoint, target=_target(target, ep, link), family=family, tp=tp, rank=rank, dtype=tag)
+        chosen = _target(target, ep, link, widen_mxfp4)
+        bill = make_plan(checkpoint, target=chosen, family=family, tp=tp, rank=rank, dtype=tag)
+    return replace(bill, notices=(*bill.notices, *widening(bill))) if widen_mxfp4 else bill
 
 
 def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
@@ -152,6 +158,7 @@ def build(
     exact: bool = False,
     logits: str = "last",
     link: bool = False,
+    widen_mxfp4: bool = False,
 ) -> ModelPackage:
     """A checkpoint as an ONNX package: the graph now, the weights when it is saved.
 
@@ -163,6 +170,7 @@ def build(
         exact: packed products accumulate in float, instead of rounding activations to 8 bits as fast kernels do.
         logits: "last" for each request's last position, "all" for scoring.
         link: the package will be saved with `link=True`.
+        widen_mxfp4: make experts that are 4-bit floats 8-bit integers of the same values, twice as large.
 
     Raises:
         BadOption: an unknown option.
@@ -178,7 +186,7 @@ def build(
 
     if logits not in ("last", "all"):
         raise _bad_option("unknown choice of logits", "last | all", repr(logits))
-    bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link)
+    bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link, widen_mxfp4=widen_mxfp4)
     options = Options(ep=ep, exact=exact, all_logits=logits == "all")
     return ModelPackage(build_components(bill, options, load_weights=load_weights))
 
@@ -251,7 +259,7 @@ def dtype_tag(name: str) -> str:
     return tag
 
 
-def _target(name: str, ep: str, link: bool) -> Target:
+def _target(name: str, ep: str, link: bool, widen_mxfp4: bool) -> Target:
     if name == "torch":
         from waybill.engine.target import TORCH
 
@@ -263,7 +271,7 @@ def _target(name: str, ep: str, link: bool) -> Target:
 
     if ep not in PROVIDERS:
         raise _bad_option("unknown execution provider", " | ".join(PROVIDERS), repr(ep))
-    return onnx_target(ep, link=link)
+    return onnx_target(ep, link=link, widen_mxfp4=widen_mxfp4)
 
 
 def _bad_option(what: str, expected: str, found: str) -> BadOption:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from checkpoints import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from checkpoints import gpt_oss, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from waybill.config import ModelConfig, read_model_config
 from waybill.config.architectures import ARCHITECTURES
 from waybill.errors import Refused, WaybillError
 
 RECIPES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe}
+RECIPES["gpt_oss"] = gpt_oss
 CONFIGS = {name: recipe().config for name, recipe in RECIPES.items()}
 
 
@@ -262,6 +263,60 @@ def test_a_refusal_for_layer_types_names_them() -> None:
 )
 def test_windows_that_no_layer_uses_are_accepted(family: str, changes: dict[str, Any]) -> None:
     assert model(family, **changes).num_layers == 2
+
+
+# Sinks, windows by layer, and a clamped SwiGLU
+
+
+def test_windows_are_those_of_layer_types() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    assert model("gpt_oss", layer_types=kinds).windows == (0, 4)
+    assert model("gpt_oss", layer_types=["full_attention"] * 2, sliding_window=None).windows == ()
+    assert model("llama").window(1) == 0
+
+
+def test_every_second_layer_has_a_window_where_no_layer_types_are_stated() -> None:
+    assert model("gpt_oss", num_hidden_layers=3).windows == (4, 0, 4)
+    assert model("gpt_oss", sliding_window=...).windows == (128, 0)
+
+
+def test_experts_have_the_size_of_intermediate_size_and_the_numbers_of_their_activation() -> None:
+    config = model("gpt_oss", swiglu_limit=3.5)
+    assert (config.sinks, config.num_experts, config.moe_intermediate_size) == (True, 4, 64)
+    assert config.swiglu == (1.702, 3.5)
+    assert model("qwen3_moe").swiglu is None
+
+
+def test_rotary_parameters_that_are_omitted_are_those_of_the_class() -> None:
+    config = model("gpt_oss", rope_scaling=..., rope_theta=...)
+    assert config.rotary_config.base == 150000
+    assert config.rotary_config.scaling is not None
+    assert (config.rotary_config.rope_type, config.rotary_config.scaling["factor"]) == ("yarn", 32)
+    assert any("states no rope_parameters" in line for line in notices("gpt_oss", rope_scaling=...))
+    assert model("gpt_oss", rope_scaling=..., rope_theta=5e5).rotary_config.base == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "where"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "unsupported-feature", "layer_types"),
+        ({"layer_types": ["full_attention"]}, "bad-config", "layer_types"),
+        ({"layer_types": "sliding_attention"}, "bad-config", "layer_types"),
+        ({"layer_types": [1, 2]}, "bad-config", "layer_types"),
+        ({"sliding_window": None}, "bad-config", "sliding_window"),
+        ({"sliding_window": 0}, "bad-config", "sliding_window"),
+        ({"sliding_window": True}, "bad-config", "sliding_window"),
+        ({"swiglu_limit": 0}, "bad-config", "swiglu_limit"),
+        ({"swiglu_alpha": "1.702"}, "bad-config", "swiglu_alpha"),
+        ({"intermediate_size": 0}, "bad-config", "intermediate_size"),
+        ({"num_experts": 5}, "config-conflict", "config.json"),
+        ({"num_experts_per_tok": 5}, "bad-config", "num_experts_per_tok"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_once(changes: dict[str, Any], code: str, where: str) -> None:
+    found = problem("gpt_oss", **changes)
+    assert found.code == code
+    assert found.where.endswith(where)
 
 
 # Architectures

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import BF16, LAYERS, Recipe, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
-from floating import Blocks, pack_fp8
+from checkpoints import BF16, LAYERS, Recipe, gpt_oss, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from floating import Blocks, pack_fp8, pack_mxfp4
 from packed.tp_worker import play
 from packing import Scheme, Twins, pack
 from parity.tolerances import LOGITS_FLOAT32_RANKS
@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[], Twins]] = {
         lively(qwen2_moe(np.float32, banks=True, shared_expert_intermediate_size=64)), Scheme("olive", bits=8),
         keep=[f"model.layers.{n}.mlp.shared_expert.{p}_proj" for n in range(2) for p in ("gate", "up", "down")],
     ),
+    "mxfp4-experts-with-biases": lambda: pack_mxfp4(lively(gpt_oss(np.float32))),
     "gptq-half-a-word": lambda: pack(narrow_heads(), Scheme("gptq"), keep=OUT),
     "awq-half-a-word": lambda: pack(narrow_heads(), Scheme("awq"), keep=OUT),
     "auto-round": lambda: pack(lively(qwen2(np.float32)), Scheme("auto_round", symmetric=True)),

@@ -21,6 +21,7 @@ from checkpoints import (
     INNER,
     LAYERS,
     Recipe,
+    gpt_oss,
     lively,
     llama,
     qwen2,
@@ -104,6 +105,8 @@ CASES: dict[str, Callable[[], Recipe]] = {
     "moe-shared-expert": lambda: lively(qwen2_moe(np.float32)),
     "moe-shared-expert-banks-one-dense-layer": lambda: lively(qwen2_moe(np.float32, banks=True, mlp_only_layers=[0])),
     "moe-one-dense-layer": lambda: lively(one_dense_layer()),
+    "sinks-windows-biased-experts": lambda: lively(gpt_oss(np.float32)),
+    "sinks-one-kv-head": lambda: lively(gpt_oss(np.float32, num_key_value_heads=1)),
 }
 SIZES = (2, 4)
 

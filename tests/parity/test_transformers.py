@@ -102,6 +102,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-one-dense-layer": ("qwen3_moe", MOE | {"mlp_only_layers": [1], "num_hidden_layers": 3}),
     "qwen3_moe-square-banks": ("qwen3_moe", MOE | {"moe_intermediate_size": 32}),  # 2I == H: no shape tells them apart
 }
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, truncate=False)
+SINKS = YARN | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+                "num_hidden_layers": 4}  # fmt: skip
+CASES |= {
+    "gpt_oss": ("gpt_oss", SINKS),
+    "gpt_oss-one-kv-head": ("gpt_oss", SINKS | {"num_key_value_heads": 1}),
+    "gpt_oss-a-window-of-two": ("gpt_oss", SINKS | {"sliding_window": 2}),
+    "gpt_oss-full-before-sliding": (
+        "gpt_oss",
+        SINKS | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gpt_oss-no-windows": ("gpt_oss", SINKS | {"layer_types": ["full_attention"] * 4}),
+    "gpt_oss-no-attention-biases": ("gpt_oss", SINKS | {"attention_bias": False}),
+    "gpt_oss-tied": ("gpt_oss", SINKS | {"tie_word_embeddings": True, "num_local_experts": 6}),
+    "gpt_oss-narrow-clamp": ("gpt_oss", SINKS | {"swiglu_limit": 0.25, "swiglu_alpha": 0.7}),
+    "gpt_oss-square-banks": ("gpt_oss", SINKS | {"intermediate_size": 32}),  # 2I == H: nothing shows they lie turned
+    "gpt_oss-square-down": ("gpt_oss", SINKS | {"intermediate_size": 64}),
+}
 BANKED = [name for name, (kind, _) in CASES.items() if kind.endswith("_moe")]
 
 
@@ -137,6 +156,8 @@ def random_weight(name: str, shape: torch.Size, random: torch.Generator) -> torc
         return 1 + 0.2 * noise
     if name.endswith("bias"):
         return 0.2 * noise
+    if name.endswith("sinks"):
+        return 1.5 * noise
     if "embed_tokens" in name:
         return 0.3 * noise
     return noise * 1.5 / shape[-1] ** 0.5
@@ -169,7 +190,9 @@ def hub(case: str, folder: Path, *, banks: bool = False) -> Path:
     config["rope_theta"] = parameters.pop("rope_theta")
     config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
     config["torch_dtype"] = str(config.pop("dtype")).removeprefix("torch.")
-    if "num_local_experts" in config:
+    if config["model_type"] == "gpt_oss":
+        banks = True  # its experts have no other form
+    elif "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     recipe = Recipe(config)
     for name, tensor in model.state_dict().items():
@@ -241,7 +264,7 @@ def test_experts_stored_as_banks_are_the_same_experts(case: str, tmp_path: Path)
     assert_same_model(waybill.load(hub(case, tmp_path, banks=True)), reference(case))
 
 
-@pytest.mark.parametrize("case", ["llama-yarn", "qwen2", "qwen3-tied", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["llama-yarn", "qwen2", "qwen3-tied", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def test_prefill_in_pieces_and_decode_give_the_logits_of_every_position(case: str, tmp_path: Path) -> None:
     model, tokens = waybill.load(hub(case, tmp_path)), reference(case).prompts[0]
     theirs, kv_cache, done = their_logits(reference(case).model, tokens), cache_for(model, 1, len(tokens)), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from waybill.cli.options import Dequantize
 from waybill.cli.progress import Progress
 from waybill.cli.render import size, write_json, write_problems, write_table
 from waybill.errors import printable
+
+if TYPE_CHECKING:
+    from waybill.onnx.package import ModelPackage, Receipt
 
 
 def export(
@@ -30,6 +33,9 @@ def export(
         bool, typer.Option("--link", help="Refer to the checkpoint's own files by hard links; nothing is copied.")
     ] = False,
     dequantize: Dequantize = False,
+    widen_mxfp4: Annotated[
+        bool, typer.Option("--widen-mxfp4", help="Experts of 4-bit floats as 8-bit integers, exactly; twice the bytes.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -42,7 +48,7 @@ def export(
 
     require_free(output, overwrite=overwrite)
     opened = read_checkpoint(checkpoint, dequantize=dequantize)
-    package = waybill.build(opened, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link)
+    package = waybill.build(opened, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link, widen_mxfp4=widen_mxfp4)
     if not as_json:
         write_problems((), package.notices)
     with Progress("writing", package.nbytes) as advance:
@@ -66,6 +72,11 @@ def export(
         )
         return
     write_problems((), notices[len(package.notices) :])
+    _say(package, receipt)
+
+
+def _say(package: ModelPackage, receipt: Receipt) -> None:
+    """What was written, and how long it took."""
     linked = f" and {size(receipt.linked_bytes)} linked" if receipt.linked_bytes else ""
     print(f"wrote {printable(str(receipt.folder))}: {size(receipt.data_bytes)} of weights{linked}")
     if len(package) > 1:

@@ -31,6 +31,9 @@ def plan(
     ep: Annotated[str, typer.Option(help="For onnx, what will run it: cpu or cuda.")] = "cpu",
     link: Annotated[bool, typer.Option("--link", help="For onnx, plan an export with --link.")] = False,
     dequantize: Dequantize = False,
+    widen_mxfp4: Annotated[
+        bool, typer.Option("--widen-mxfp4", help="For onnx, plan an export with --widen-mxfp4.")
+    ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="One row a parameter, without folding equal layers; every dropped tensor.")
     ] = False,
@@ -44,7 +47,7 @@ def plan(
     from waybill.checkpoint import read_checkpoint
 
     opened = read_checkpoint(checkpoint, dequantize=dequantize)
-    bill = waybill.plan(opened, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link)
+    bill = waybill.plan(opened, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link, widen_mxfp4=widen_mxfp4)
     extra = _package_facts(bill) if target == "onnx" else {}
     if as_json:
         write_json(bill.as_dict() | extra)

@@ -28,6 +28,8 @@ class Architecture:
     moe: bool = False
     sliding_window: bool = False
     """Whether the config class knows sliding windows (older files of others carry the keys without meaning)."""
+    sinks: bool = False
+    """Whether heads have sinks, layers windows where layer_types says so, and experts biases and a clamped SwiGLU."""
 
 
 _COMMON = {
@@ -128,6 +130,41 @@ ARCHITECTURES = {
                 "mlp_only_layers": (),
             },
         ),
+        Architecture(
+            name="GptOssForCausalLM",
+            model_type="gpt_oss",
+            moe=True,
+            sinks=True,
+            defaults={
+                "vocab_size": 201088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "num_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_alpha": 1.702,
+                "swiglu_limit": 7.0,
+                "rope_theta": 150000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 150000.0,
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+        ),
     )
 }
 BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES.values()}
@@ -143,6 +180,14 @@ GGUF_DEFAULTS = (
     "decoder_sparse_step", "mlp_only_layers",
 )  # fmt: skip
 """Fields that GGUF metadata leaves out where they have their usual values; what it should state is not guessed."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
+    """The row a config names, by its class, or by its model type where it names none."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    return BY_MODEL_TYPE.get(str(config.get("model_type"))) if name is None else ARCHITECTURES.get(name)
+
 
 FAMILY_OF = {
     name: family

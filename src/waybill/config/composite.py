@@ -102,6 +102,16 @@ def read_text(
                 fix="export the language model by itself",
             )
         )
+    if model is not None and model.sinks:
+        problems.append(
+            UnsupportedFeature(
+                "a decoder with attention sinks inside a larger model is not supported",
+                where=f"{where}: text_config: architectures",
+                expected="a decoder without sinks",
+                found=model.architectures[0],
+                fix="load the language model by itself",
+            )
+        )
     return model
 
 

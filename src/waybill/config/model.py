@@ -11,14 +11,15 @@ from typing import Any
 from waybill.config.architectures import (
     ARCHITECTURES,
     BY_GGUF_NAME,
-    BY_MODEL_TYPE,
     GGUF_ARCHITECTURE,
     GGUF_DEFAULTS,
     KNOWN,
     Architecture,
+    architecture_of,
 )
 from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.rope import RotaryConfig, read_rotary
+from waybill.config.sinks import ClampedSwiGLU, read_swiglu, read_windows
 from waybill.errors import (
     BadConfig,
     Refused,
@@ -83,6 +84,12 @@ class ModelConfig:
     """Elements of the input that every layer is given for each token beside its states; 0 where there is none."""
     vocab_size_per_layer_input: int = 0
     """Rows of the table those inputs are looked up in: one for every token at least; 0 where there is none."""
+    sinks: bool = False
+    """Whether every query head has a logit that takes probability and gives no value."""
+    windows: tuple[int, ...] = ()
+    """Positions each layer attends to, the query's own among them, 0 for all; empty where no layer has a window."""
+    swiglu: ClampedSwiGLU | None = None
+    """Of experts that have biases, and whose gate and up rows alternate; None where experts are plain."""
 
     @property
     def text(self) -> ModelConfig:
@@ -106,6 +113,10 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer's feed-forward network is a bank of experts."""
         return self.is_moe and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def window(self, layer: int) -> int:
+        """Positions the layer attends to, or 0: all."""
+        return self.windows[layer] if self.windows else 0
 
     def kv_cache_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values one position adds over all layers, before any split across ranks."""
@@ -197,12 +208,10 @@ def _text_config(config: Mapping[str, Any], notices: list[str], where: str) -> d
 def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillError]) -> Architecture | None:
     if GGUF_ARCHITECTURE in raw:
         return _gguf_architecture(str(raw[GGUF_ARCHITECTURE]), where, problems)
+    if (row := architecture_of(raw)) is not None:
+        return row
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    if name is None and (row := BY_MODEL_TYPE.get(str(raw.get("model_type")))):
-        return row
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
     # Stems only: every name ends alike, and a shared ending is no likeness.
     stems = {known.removesuffix(_ENDING): known for known in KNOWN}
     near = get_close_matches(str(name).removesuffix(_ENDING), stems, n=1, cutoff=0.75)
@@ -242,18 +251,21 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
     config_bias = "attention_bias" in architecture.defaults and fields.boolean("attention_bias")
     # A field for q, k and v alone, or the architecture's own answer, goes before the one that speaks of all four.
     qkv_bias = fields.boolean("qkv_bias") if "qkv_bias" in architecture.defaults else architecture.qkv_bias
-    moe = architecture.moe
+    moe, sinks = architecture.moe, architecture.sinks
+    sparse = "decoder_sparse_step" in architecture.defaults
+    layers = fields.integer("num_hidden_layers", high=LARGEST_COUNT)
+    inner = fields.integer("intermediate_size")
     shared = "shared_expert_intermediate_size"
     vocab_size = fields.integer("vocab_size")
     per_layer_size, per_layer_rows = _per_layer_table(fields, vocab_size)
     return ModelConfig(
-        num_layers=fields.integer("num_hidden_layers", high=LARGEST_COUNT),
+        num_layers=layers,
         num_qo_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", high=LARGEST_COUNT) if has_kv_heads else heads,
         head_dim=head_dim,
         hidden_size=hidden,
         vocab_size=vocab_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=inner,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rotary_config=read_rotary(fields, head_dim, notices),
         hidden_act=fields.text("hidden_act"),
@@ -267,16 +279,20 @@ def _build(fields: Fields, architecture: Architecture, notices: list[str]) -> Mo
         qk_norm=architecture.qk_norm,
         num_experts=fields.integer("num_experts", low=0, high=LARGEST_COUNT, alias="num_local_experts") if moe else 0,
         num_experts_per_tok=fields.integer("num_experts_per_tok", high=LARGEST_COUNT) if moe else 0,
-        moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
+        moe_intermediate_size=inner if sinks else fields.integer("moe_intermediate_size") if moe else 0,
         shared_expert_intermediate_size=fields.integer(shared) if shared in architecture.defaults else 0,
-        norm_topk_prob=moe and fields.boolean("norm_topk_prob"),
-        mlp_only_layers=fields.integers("mlp_only_layers") if moe else (),
-        decoder_sparse_step=fields.integer("decoder_sparse_step") if moe else 1,
+        # A softmax over the chosen logits is the one over all of them, renormalized.
+        norm_topk_prob=sinks or (moe and fields.boolean("norm_topk_prob")),
+        mlp_only_layers=fields.integers("mlp_only_layers") if sparse else (),
+        decoder_sparse_step=fields.integer("decoder_sparse_step") if sparse else 1,
         extra_layers=fields.integer("num_nextn_predict_layers", low=0, high=LARGEST_COUNT)
         if fields.stated("num_nextn_predict_layers")
         else 0,
         hidden_size_per_layer_input=per_layer_size,
         vocab_size_per_layer_input=per_layer_rows,
+        sinks=sinks,
+        windows=read_windows(fields, layers) if sinks else (),
+        swiglu=read_swiglu(fields) if sinks else None,
     )
 
 

@@ -116,6 +116,9 @@ def read_rotary(fields: Fields, head_dim: int, notices: list[str]) -> RotaryConf
     raw, problems, where = fields.raw, fields.problems, fields.where
     max_position = fields.integer("max_position_embeddings")
     blocks = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
+    if not blocks and (assumed := fields.defaults.get("rope_parameters")):
+        blocks = {"rope_parameters": {key: value for key, value in assumed.items() if key != "rope_theta"}}
+        notices.append(f"{where} states no rope_parameters; the class default {assumed['rope_type']} is used")
     for key, block in blocks.items():
         if not isinstance(block, Mapping):
             problems.append(

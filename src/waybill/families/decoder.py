@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from waybill.config import ModelConfig, read_model_config
-from waybill.config.architectures import GGUF_ARCHITECTURE
+from waybill.config.architectures import GGUF_ARCHITECTURE, architecture_of
 from waybill.families.gguf import DIALECT
 from waybill.manifest import ComponentManifest, Task, resolve_components
 from waybill.plan.family import Family, Reading
@@ -26,18 +26,22 @@ HEAD = "lm_head.weight"
 TEXT_GENERATION = Task(name="text-generation", components={"decoder": ""}, roles={"decoder": "decoder"})
 """One component, which is the whole model."""
 _METHODS = frozenset(("gptq", "awq", "olive", "auto-round", "compressed-tensors"))
+_INPUT_MAJOR = _METHODS | {"fp8"}
+"""Methods that do not say along which axis they pack a bank that lies [E, K, N] where it is float."""
 _RECOMPUTED = "recomputed from the config"
 
 
 def decoder_components(hf_config: Mapping[str, Any]) -> ComponentManifest:
     """A text model is a package of one component, which owns every weight."""
-    excluded = {"decoder": decoder_exclusions()}
+    architecture = architecture_of(hf_config)
+    unknown = {f"{ROOT}.layers.*.mlp.experts": _INPUT_MAJOR} if architecture and architecture.sinks else {}
+    excluded = {"decoder": decoder_exclusions() | unknown}
     return resolve_components(TEXT_GENERATION, {"decoder": ("",)}, excluded_methods=excluded, hf_config=hf_config)
 
 
 def decoder_exclusions(root: str = ROOT) -> dict[str, frozenset[str]]:
     """Routers and the gates of shared experts: no method packs them, whatever metadata says."""
-    return {f"{root}.layers.*.mlp.{gate}": _METHODS for gate in ("gate", "shared_expert_gate")}
+    return {f"{root}.layers.*.mlp.{gate}": _METHODS for gate in ("gate", "router", "shared_expert_gate")}
 
 
 def decoder_module_kind(module: str) -> str:
@@ -54,14 +58,7 @@ def decoder_rules(config: ModelConfig, root: str = ROOT) -> list[Move | Drop | D
     layer = root + ".layers.{i}"
     after = range(config.num_layers, config.num_layers + config.extra_layers)
     return [
-        # transformers 5 can write a layer's experts as banks: [E, 2I, H] with the gate rows first, and [E, H, I].
-        Move(f"{layer}.mlp.experts.gate_up_proj", layer + ".mlp.experts.{e}.{gate|up}_proj.weight"),
-        Move(f"{layer}.mlp.experts.down_proj", layer + ".mlp.experts.{e}.down_proj.weight"),
-        # GGUF keeps gate and up in banks of their own.
-        *(
-            Move(f"{layer}.mlp.experts.{member}_proj", layer + f".mlp.experts.{{e}}.{member}_proj.weight")
-            for member in ("gate", "up")
-        ),
+        *(_whole_banks(layer) if config.swiglu else _split_banks(layer)),
         Drop(f"{layer}.self_attn.rotary_emb.inv_freq", _RECOMPUTED),
         Drop(f"{root}.rotary_emb.inv_freq", _RECOMPUTED),
         Drop("rope_freqs.weight", "its factors were read with the config"),
@@ -69,6 +66,21 @@ def decoder_rules(config: ModelConfig, root: str = ROOT) -> list[Move | Drop | D
         DropUnder("mtp", "multi-token prediction, not part of the decoder"),
         *(DropUnder(f"{root}.layers.{n}", "multi-token prediction, not part of the decoder") for n in after),
     ]
+
+
+def _split_banks(layer: str) -> Iterator[Move]:
+    """transformers 5 can write a layer's experts as banks: [E, 2I, H] with the gate rows first, and [E, H, I]. GGUF
+    keeps gate and up in banks of their own."""
+    for bank, member in (("gate_up", "{gate|up}"), ("down", "down"), ("gate", "gate"), ("up", "up")):
+        yield Move(f"{layer}.mlp.experts.{bank}_proj", f"{layer}.mlp.experts.{{e}}.{member}_proj.weight")
+
+
+def _whole_banks(layer: str) -> Iterator[Move]:
+    """Banks that are stored in no other form: float [E, H, 2I] and [E, I, H], where gate and up alternate."""
+    for name in ("gate_up_proj", "down_proj"):
+        bank = f"{layer}.mlp.experts.{name}"
+        yield Move(bank, f"{bank}.weight", turned=True)
+        yield Move(f"{bank}_bias", f"{bank}.bias")
 
 
 def decoder_merges(root: str = ROOT) -> list[Move]:
@@ -146,6 +158,10 @@ class _Blueprint:
         yield from self._merged(f"{path}.qkv_proj", weights, biases if config.attention_bias else None, wanted)
         basis = f"hidden_size {hidden}, num_attention_heads {config.num_qo_heads} × head_dim {head_dim}"
         yield self._linear(f"{path}.o_proj", Part((hidden, config.num_qo_heads * head_dim), Shard(1), basis))
+        if config.sinks:
+            heads = config.num_qo_heads
+            sinks = Part((heads,), Shard(0, groups=heads), f"num_attention_heads {heads}")
+            yield ParameterSpec(name=f"{path}.sinks", kind="vector", parts=(sinks,))
         if config.attention_output_bias:
             yield self._vector(f"{path}.o_proj.bias", hidden, "hidden_size")
         if config.qk_norm:
@@ -157,7 +173,7 @@ class _Blueprint:
         if not moe:
             yield from self._mlp(path, "intermediate_size", config.intermediate_size)
             return
-        yield from self._experts(path)
+        yield from self._whole_banks(path) if config.swiglu else self._experts(path)
         if inner := config.shared_expert_intermediate_size:
             yield from self._mlp(f"{path}.shared_expert", "shared_expert_intermediate_size", inner)
             gate = Part((1, config.hidden_size), None, f"one gate, hidden_size {config.hidden_size}")
@@ -194,6 +210,26 @@ class _Blueprint:
                 packing=packing,
                 interleave=self.merges.interleave and len(parts) > 1,
             )
+
+    def _whole_banks(self, path: str) -> Iterator[ParameterSpec]:
+        """A router and experts with biases. Gate and up rows alternate, and a pair moves together."""
+        config = self.config
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        experts = f"num_local_experts {count}"
+        router = Part((count, hidden), None, f"{experts}, hidden_size {hidden}")
+        yield ParameterSpec(name=f"{path}.router.weight", kind="router", parts=(router,))
+        yield self._vector(f"{path}.router.bias", count, "num_local_experts")
+        basis = f"{experts}, intermediate_size {inner}, hidden_size {hidden}"
+        pairs = Shard(1, groups=inner)
+        banks = {
+            "gate_up_proj": (Part((count, 2 * inner, hidden), pairs, basis), Part((count, 2 * inner), pairs, basis)),
+            "down_proj": (Part((count, hidden, inner), Shard(2), basis), Part((count, hidden), None, basis)),
+        }
+        for name, (weight, bias) in banks.items():
+            bank = f"{path}.experts.{name}"
+            packing = self.packings.get(f"{bank}.weight")
+            yield ParameterSpec(name=f"{bank}.weight", kind="experts", parts=(weight,), axis=1, packing=packing)
+            yield ParameterSpec(name=f"{bank}.bias", kind="vector", parts=(bias,), axis=1)
 
     def _per_layer_inputs(self, root: str) -> Iterator[ParameterSpec]:
         """What the inputs of all layers are made from: looked up by tokens, and projected from their embeddings."""

@@ -98,7 +98,7 @@ class Matrices:
         *rows, columns = spec.local_shape(0, 1)
         blocks = -(-columns // packing.group)
         octets = packing.group * packing.bits // 8
-        bank = spec.stack > 0  # a bank's rows are plain bytes
+        bank = spec.kind == "experts"  # a bank's rows are plain bytes
         shape = (*rows, blocks * octets) if bank else (*rows, blocks, octets)
         codes = self.graph.parameter(part_name(spec.name, "codes"), "U8", shape)
         scales = self.graph.parameter(part_name(spec.name, "scales"), self.dtype, (*rows, blocks))

@@ -56,6 +56,8 @@ def _on_cuda(config: Config, widths: Mapping[tuple[int, int], str], dtype: str) 
         yield "dtype", "float16 or bfloat16: its attention knows no float32", "float32"
     if isinstance(config, Composite) and config.biases_scores:
         yield "attention scores", "attention over a cache that adds nothing to its scores", "relative positions"
+    if config.text is not None and config.text.sinks:
+        yield "attention sinks", "attention without sinks: its kernels for them were not tried", "a sink for every head"
     for (up, down), name in widths.items():
         if up != down and (up, down) not in MIXED_WIDTHS:
             yield name, "4 and 8 bits, 8 and 4, or 2 and 4", f"{up} and {down} bits"
@@ -177,7 +179,7 @@ def _unheld_because(spec: ParameterSpec, packing: CodebookPacking) -> tuple[str,
     """(what operators hold, what this is), or None where they do."""
     if packing.layout.bits != 8:
         return (
-            "8-bit floats; 4-bit ones have an exact form in 8-bit integers, twice as large, which is not offered yet",
+            "8-bit floats; experts of 4-bit ones have an exact form in 8-bit integers, twice as large: --widen-mxfp4",
             str(packing),
         )
     if packing.layout.divides:

@@ -75,12 +75,27 @@ def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
     return parts
 
 
-def onnx_target(ep: str = "cpu", *, link: bool = False) -> Target:
-    """ONNX Runtime on one execution provider. To link to the checkpoint's bytes, q, k and v stay apart as stored."""
+def widen(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """The same parameters, whose banks of 4-bit floats are 8-bit integers of the same values, where rows are whole
+    blocks."""
+
+    def one(spec: ParameterSpec) -> ParameterSpec:
+        packing = spec.packing
+        wide = packing.widened if isinstance(packing, CodebookPacking) and spec.kind == "experts" else None
+        return replace(spec, packing=wide) if wide and spec.parts[0].shape[-1] % wide.group == 0 else spec
+
+    return [one(spec) for spec in specs]
+
+
+def onnx_target(ep: str = "cpu", *, link: bool = False, widen_mxfp4: bool = False) -> Target:
+    """ONNX Runtime on one execution provider. To link to the checkpoint's bytes, q, k and v stay apart as stored.
+
+    `widen_mxfp4`: experts that are 4-bit floats become integers of twice their size.
+    """
     return Target(
         "onnx",
         Merges(qkv=not link, normed_qkv=False, gate_up=False, interleave=True),
-        adjust=in_blocks,
+        adjust=(lambda specs: in_blocks(widen(specs))) if widen_mxfp4 else in_blocks,
         arrange=arrange,
         refusals=partial(refusals, ep),
         casts_scales=True,

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from waybill.errors import IllegalParallelism, PackingMismatch, WaybillError, some
 from waybill.manifest.quantization import Policy
+from waybill.plan.bill import Plan
 from waybill.plan.diagnose import Slots, describe_packing
 from waybill.plan.parameter import FLOAT_KINDS, SMALLEST_GROUP, AffinePacking, CodebookPacking, ParameterSpec
 from waybill.weights import FloatWeight
+from waybill.weights.lazy import Decoded, Tile
+from waybill.weights.widened import DoubledCodes, HalvedPowers
 
 
 def everything(
@@ -94,6 +97,23 @@ def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -
 def keeps_groups(specs: Sequence[ParameterSpec], tp: int) -> bool:
     """Whether a cut into that many ranks leaves every packed weight one that can be computed with."""
     return all(spec.keeps_blocks(tp) for spec in specs)
+
+
+def widening(bill: Plan) -> Iterator[str]:
+    """What it costs that packed weights are delivered as wider ones of the same values."""
+    wide = [b for b in bill.bindings if b.role in ("codes", "scales") and any(map(_is_widened, b.value.tiles))]
+    if bill.problems:
+        return
+    if not wide:
+        yield "widening changes nothing: the checkpoint has no experts of 4-bit floats"
+        return
+    held, made = sum(b.bytes_read for b in wide), sum(b.nbytes for b in wide)
+    count = sum(b.role == "codes" for b in wide)
+    yield f"{count} banks of 4-bit floats become 8-bit integers of the same values: {held:,} bytes become {made:,}"
+
+
+def _is_widened(tile: Tile) -> bool:
+    return isinstance(tile.source, Decoded) and isinstance(tile.source.decoder, (DoubledCodes, HalvedPowers))
 
 
 def notices(specs: Sequence[ParameterSpec], unneeded: Mapping[str, str], dtype: str | None) -> Iterator[str]:

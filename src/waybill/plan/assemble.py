@@ -15,6 +15,7 @@ from waybill.weights.codebook import LARGEST, CodebookWeight
 from waybill.weights.lazy import Decoded
 from waybill.weights.ranges import bytes_read
 from waybill.weights.record import concat_weights, stack_weights
+from waybill.weights.widened import widened
 
 LARGEST_FLOATS = {"F16": 65504.0, "BF16": 3.3895313892515355e38, "F32": 3.4028234663852886e38}
 
@@ -64,6 +65,8 @@ def _numbers(weight: Storage) -> str | None:
 
 
 def _shard(weight: Storage, part: Part, packing: Packing | None, rank: int, tp: int) -> Storage:
+    if isinstance(packing, AffinePacking) and isinstance(weight, CodebookWeight):
+        weight = widened(weight)
     if isinstance(packing, AffinePacking) and isinstance(weight, AffinePackedWeight):
         weight = weight.refine(packing.group)
     if part.shard is None:

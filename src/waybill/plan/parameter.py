@@ -146,10 +146,18 @@ class CodebookPacking(NamedTuple):
 
     def serves(self, wanted: Packing) -> bool:
         """Whether a weight packed like this can be had as `wanted`: a scale repeated for fewer rows says the same."""
-        if not isinstance(wanted, CodebookPacking) or self.scale_dtype != wanted.scale_dtype:
+        if isinstance(wanted, AffinePacking):
+            return self.widened is not None and self.widened.serves(wanted)
+        if self.scale_dtype != wanted.scale_dtype:
             return False
         rows = wanted.layout.rows
         return self.layout.rows % rows == 0 and self.layout._replace(rows=rows) == wanted.layout
+
+    @property
+    def widened(self) -> AffinePacking | None:
+        """The integers that mean the same numbers exactly, where there are any: see `waybill.weights.widened`."""
+        exact = self.layout.table == "E2M1" and self.layout.rows == 1 and self.scale_dtype == "F8_E8M0"
+        return AffinePacking(8, self.layout.columns, "F32", zero_points=False, symmetric=True) if exact else None
 
     def local(self, parts: Sequence[Part], tp: int) -> CodebookPacking:
         """One rank's: a block that spans a whole axis spans what is left of it; see `keeps` for the others."""

@@ -29,7 +29,7 @@ from waybill.plan.parameter import Packing, ParameterSpec, packing_of
 from waybill.plan.target import Target
 from waybill.rules import Place, RuleTable
 from waybill.rules.table import Split
-from waybill.weights import WeightBundle, WeightRecord
+from waybill.weights import FloatWeight, WeightBundle, WeightRecord
 from waybill.weights.pairs import halves_apart
 from waybill.weights.record import bundled
 
@@ -195,13 +195,19 @@ def _adapt(bundle: WeightBundle, source: RuleTable, runtime: Callable[[str], str
         pieces = (
             _split(record, destination, routing.problems)
             if isinstance(destination, Split)
-            else [(destination.target, record)]
+            else [(destination.target, _turned(record) if destination.turned else record)]
         )
         for name, piece in pieces:
             if (first := routing.records.get(name)) is not None and piece.source_name not in routing.twice:
                 routing.twice |= {first.source_name, piece.source_name}  # a bank beside its experts is one problem
                 routing.problems.append(_twice(name, first, piece))
             routing.records[name] = piece
+
+
+def _turned(record: WeightRecord) -> WeightRecord:
+    """Float matrices with their two axes swapped; packed ones lie as everybody's do."""
+    weight = record.storage
+    return replace(record, storage=weight.transpose()) if isinstance(weight, FloatWeight) else record
 
 
 def place(

@@ -16,11 +16,15 @@ from waybill.rules.template import Template, lift
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rename, concat, stack or split, by comparing two templates; members lie along `axis` of the unstacked tensor."""
+    """Rename, concat, stack or split, by comparing two templates; members lie along `axis` of the unstacked tensor.
+
+    `turned`, of a mere rename: matrices lie [K, N] where they are float, and [N, K] where they are packed.
+    """
 
     source: str
     target: str
     axis: int = 0
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,15 @@ class DropUnder:
 
 
 class Place(NamedTuple):
-    """Where a name goes: a target, the position in its stack, and the member of its concat (None: not merged)."""
+    """Where a name goes: a target, the position in its stack, and the member of its concat (None: not merged).
+
+    `turned`: its float matrices have their axes swapped.
+    """
 
     target: str
     stack: int | None = None
     member: int | None = None
+    turned: bool = False
 
 
 class Split(NamedTuple):
@@ -63,6 +71,7 @@ class _Row(NamedTuple):
     stacked: str | None
     split: str | None
     axis: int
+    turned: bool
 
 
 class RuleTable:
@@ -109,7 +118,8 @@ class RuleTable:
             return Split(row.target, indices, row.split, row.axis)
         same_members = row.member if row.target.members else None
         stack = indices[row.stacked] if row.stacked else None
-        return Place(row.target.fill(indices, same_members), stack, None if row.target.members else row.member)
+        member = None if row.target.members else row.member
+        return Place(row.target.fill(indices, same_members), stack, member, row.turned)
 
     def is_made(self, name: str) -> bool:
         """Whether this name is one that the rules make from others: nothing may arrive under it."""
@@ -143,5 +153,6 @@ def _compile(rule: Move | Drop) -> Iterable[tuple[str, _Row | str]]:
     if len(stacked) > 1 or len(split) > 1 or both_ways or (renamed and len(source.members) != len(target.members)):
         raise ValueError(f"a rule merges or splits, not both: {rule}")
     members = range(len(source.members)) if source.members else (None,)
-    row = _Row(source, target, None, stacked[0] if stacked else None, split[0] if split else None, rule.axis)
+    stack, apart = (found[0] if found else None for found in (stacked, split))
+    row = _Row(source, target, None, stack, apart, rule.axis, rule.turned)
     return [(key, row._replace(member=member)) for key, member in zip(source.forms(), members, strict=True)]

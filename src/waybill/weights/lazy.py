@@ -129,11 +129,14 @@ class LazyTensor(NamedTuple):
         )
 
     def transpose(self) -> LazyTensor:
-        """Reverse the two axes of a matrix."""
+        """Swap the last two axes; what has fewer stays as it is."""
         return LazyTensor(
             self.dtype,
-            self.shape[::-1],
-            tuple(t._replace(offset=t.offset[::-1], shape=t.shape[::-1], axes=t.axes[::-1]) for t in self.tiles),
+            _swapped(self.shape),
+            tuple(
+                t._replace(offset=_swapped(t.offset), shape=_swapped(t.shape), axes=_swapped(t.axes))
+                for t in self.tiles
+            ),
         )
 
     def pad(self, axis: int, length: int) -> LazyTensor:
@@ -197,6 +200,10 @@ def _replace(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 def _insert(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
     return (*values[:axis], value, *values[axis:])
+
+
+def _swapped(values: tuple[_T, ...]) -> tuple[_T, ...]:
+    return (*values[:-2], *values[:-3:-1])
 
 
 def _without(values: tuple[_T, ...], axis: int) -> tuple[_T, ...]:

@@ -35,6 +35,10 @@ class FloatWeight:
         """Take one position of an axis and drop the axis."""
         return FloatWeight(self.value.select(axis, index))
 
+    def transpose(self) -> FloatWeight:
+        """Swap the last two axes."""
+        return FloatWeight(self.value.transpose())
+
     def pad(self, axis: int, length: int) -> FloatWeight:
         """Append zeros."""
         return FloatWeight(self.value.pad(axis, length))

@@ -12,6 +12,7 @@ from waybill.engine.layers.base import BaseOP, Parameters
 from waybill.engine.layers.linear import RowParallelLinear, attach_merged, project
 from waybill.engine.layers.norm import RMSNorm
 from waybill.engine.layers.rotary import rotate
+from waybill.engine.layers.sinks import Sinks
 
 
 class RopeAttention(BaseOP):
@@ -24,6 +25,8 @@ class RopeAttention(BaseOP):
         if config.qk_norm:
             self.q_norm = RMSNorm(parameters, f"{path}.q_norm")
             self.k_norm = RMSNorm(parameters, f"{path}.k_norm")
+        self.sinks = parameters.optional(f"{path}.sinks")
+        self._window = config.window(layer)
         self._qk_norm = config.qk_norm
         self._layer = layer
         self._q_heads = config.num_qo_heads // tp
@@ -41,7 +44,8 @@ class RopeAttention(BaseOP):
         qk = rotate(qk, *angles)
         q_THD, k_TKD = qk[:, : self._q_heads], qk[:, self._q_heads :]
         context = get_global_ctx()
-        out_THD = attend(q_THD, k_TKD, v_TKD, context.batch, context.kv_cache, self._layer)
+        sinks = None if self.sinks is None else Sinks(self.sinks, self._window)
+        out_THD = attend(q_THD, k_TKD, v_TKD, context.batch, context.kv_cache, self._layer, sinks)
         return self.o_proj.forward(out_THD.flatten(1))
 
 
@@ -52,10 +56,11 @@ def attend(
     batch: Batch,
     cache: KVCache | None,
     layer: int,
+    sinks: Sinks | None = None,
 ) -> torch.Tensor:
     """Causal attention of every request's new tokens over its cached and new ones, `[T, H, D]`."""
     if cache is not None and batch.is_decode:
-        return _decode(q_THD, k_TKD, v_TKD, batch, cache.keys[layer], cache.values[layer])
+        return _decode(q_THD, k_TKD, v_TKD, batch, cache.keys[layer], cache.values[layer], sinks)
     out, at = [], 0
     for request, (length, cached) in enumerate(zip(batch.lengths, batch.cached, strict=True)):
         rows = slice(at, at + length)
@@ -66,7 +71,8 @@ def attend(
             keys[:, cached : cached + length] = k_KLD
             values[:, cached : cached + length] = v_KLD
             k_KLD, v_KLD = keys[:, : cached + length], values[:, : cached + length]
-        out.append(_causal(q_THD[rows].transpose(0, 1), k_KLD, v_KLD).transpose(0, 1))
+        causal = _causal if sinks is None else sinks.prefill
+        out.append(causal(q_THD[rows].transpose(0, 1), k_KLD, v_KLD).transpose(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
@@ -88,6 +94,7 @@ def _decode(
     batch: Batch,
     keys_BKLD: torch.Tensor,
     values_BKLD: torch.Tensor,
+    sinks: Sinks | None,
 ) -> torch.Tensor:
     """One new token a request. The G query heads of a KV head are its query rows: no key is repeated."""
     requests, kv_heads, _ = k_BKD.shape
@@ -101,5 +108,8 @@ def _decode(
         keys_BKLD[rows, :, batch.positions] = k_BKD
         values_BKLD[rows, :, batch.positions] = v_BKD
     q_BKGD = q_BHD.reshape(requests, kv_heads, -1, q_BHD.shape[-1])
-    out = F.scaled_dot_product_attention(q_BKGD, keys_BKLD[:, :, :length], values_BKLD[:, :, :length], attn_mask=mask)
+    keys_BKLD, values_BKLD = keys_BKLD[:, :, :length], values_BKLD[:, :, :length]
+    if sinks is not None:
+        return sinks.decode(q_BKGD, keys_BKLD, values_BKLD, batch.positions).flatten(1, 2)
+    out = F.scaled_dot_product_attention(q_BKGD, keys_BKLD, values_BKLD, attn_mask=mask)
     return out.flatten(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -48,22 +50,34 @@ class Experts(BaseOP):
         self._experts = parameters.config.num_experts
 
     def forward(self, x_TH: torch.Tensor, weights_TS: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
-        """This rank's term of Σ over a token's S chosen experts of weight · expert(x); each chosen one runs once."""
-        out_TH = torch.zeros_like(x_TH)
-        slots = chosen_TS.shape[1]
-        order = chosen_TS.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen_TS.flatten(), minlength=self._experts).tolist()
-        at = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            picks = order[at : at + count]
-            at += count
-            tokens = picks // slots
-            hidden = silu_and_mul(_expert(self.gate_up_proj, expert, x_TH[tokens]))
-            y = _expert(self.down_proj, expert, hidden) * weights_TS.flatten()[picks, None]
-            out_TH.index_add_(0, tokens, y)
-        return out_TH
+        """This rank's term of Σ over a token's S chosen experts of weight · expert(x)."""
+        return sum_of_chosen(x_TH, weights_TS, chosen_TS, self._experts, self._answer)
+
+    def _answer(self, expert: int, x_TH: torch.Tensor) -> torch.Tensor:
+        return _product(self.down_proj, expert, silu_and_mul(_product(self.gate_up_proj, expert, x_TH)))
+
+
+def sum_of_chosen(
+    x_TH: torch.Tensor,
+    weights_TS: torch.Tensor,
+    chosen_TS: torch.Tensor,
+    experts: int,
+    answer: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Σ over a token's S chosen experts of weight · answer(expert, x), [T, H]; each chosen one runs once."""
+    out_TH = torch.zeros_like(x_TH)
+    slots = chosen_TS.shape[1]
+    order = chosen_TS.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen_TS.flatten(), minlength=experts).tolist()
+    at = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        picks = order[at : at + count]
+        at += count
+        tokens = picks // slots
+        out_TH.index_add_(0, tokens, answer(expert, x_TH[tokens]) * weights_TS.flatten()[picks, None])
+    return out_TH
 
 
 def _bank(parameters: Parameters, name: str) -> Bank:
@@ -71,7 +85,7 @@ def _bank(parameters: Parameters, name: str) -> Bank:
     return parameters.empty(name) if packing is None else make_packed(parameters, name, packing)
 
 
-def _expert(bank: Bank, index: int, x: torch.Tensor) -> torch.Tensor:
+def _product(bank: Bank, index: int, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, bank[index]) if isinstance(bank, torch.Tensor) else bank.expert(index, x)
 
 

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2, Qwen3 and their MoEs share; the config says in which switches they differ."""
+"""The decoder that Llama, Qwen2, Qwen3, their MoEs and GPT-OSS share; the config says in which switches they differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from waybill.engine.context import get_global_ctx
 from waybill.engine.distributed import TPInfo, all_agree
 from waybill.engine.layers.attention import RopeAttention
 from waybill.engine.layers.base import BaseOP, OPList, Parameters
+from waybill.engine.layers.biased_experts import BiasedMoE
 from waybill.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from waybill.engine.layers.matrix import FloatMatrix, PackedMatrix
 from waybill.engine.layers.mlp import GatedMLP, MoEMLP
@@ -29,13 +30,19 @@ class DecoderLayer(BaseOP):
         self.input_layernorm = RMSNorm(parameters, f"{path}.input_layernorm")
         self.self_attn = RopeAttention(parameters, f"{path}.self_attn", layer)
         self.post_attention_layernorm = RMSNorm(parameters, f"{path}.post_attention_layernorm")
-        moe = parameters.config.is_moe_layer(layer)
-        self.mlp = (MoEMLP if moe else GatedMLP)(parameters, f"{path}.mlp")
+        self.mlp = _feed_forward(parameters, f"{path}.mlp", layer)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         x = x + self.self_attn.forward(self.input_layernorm.forward(x), angles)
         return x + self.mlp.forward(self.post_attention_layernorm.forward(x))
+
+
+def _feed_forward(parameters: Parameters, path: str, layer: int) -> GatedMLP | MoEMLP | BiasedMoE:
+    config = parameters.config
+    if not config.is_moe_layer(layer):
+        return GatedMLP(parameters, path)
+    return BiasedMoE(parameters, path, config.swiglu) if config.swiglu else MoEMLP(parameters, path)
 
 
 class DecoderModel(BaseOP):

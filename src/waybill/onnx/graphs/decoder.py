@@ -130,6 +130,7 @@ class _Decoder:
         y, *present = attend_cached(
             graph, f"{path}.attention", query, key, value, (past_key, past_value), lengths,
             heads=config.num_qo_heads, kv_heads=config.num_kv_heads, rotary=rotary,
+            sinks=self.matrices.vector(f"{path}.sinks") if config.sinks else None, window=config.window(layer),
         )  # fmt: skip
         for kind, out in zip(("key", "value"), present, strict=True):
             graph.output(out, f"present.{layer}.{kind}", self.dtype, self._cache_shape("total_sequence_length"))

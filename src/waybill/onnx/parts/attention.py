@@ -52,17 +52,23 @@ def attend_cached(
     scale: float | None = None,
     rotary: Pair | None = None,
     bias: ir.Value | None = None,
+    sinks: ir.Value | None = None,
+    window: int = 0,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Causal attention over a cache, which it extends: [B, S, N·H], and present keys and values [B, M, .., H].
 
     Keys and values are [B, S, M·H], or None where `query` holds all three, [B, S, (N + 2·M)·H]. `past` may be longer
     than what is used, and present the same memory. `lengths`: each request's last position, I32 [B], and the longest
     length T, I32 [1]. `rotary`: cos and sin, [positions, rotary_dim / 2], that rotate queries and keys. `bias`: added
-    to the scores, [1 or B, 1 or N, S, T].
+    to the scores, [1 or B, 1 or N, S, T]. `sinks`: a logit for each head, [N], that takes probability and gives no
+    value. `window`: positions a query attends to, its own among them; 0 for all.
     """
     attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if window:
+        attributes["local_window_size"] = window
+    rest = (None, bias) if sinks is None else (None, bias, sinks)
     y, present_key, present_value = graph.node(
-        name, "GroupQueryAttention", query, key, value, *past, *lengths, *(rotary or (None, None)), None, bias,
+        name, "GroupQueryAttention", query, key, value, *past, *lengths, *(rotary or (None, None)), *rest,
         outputs=3, domain=MICROSOFT, num_heads=heads, kv_num_heads=kv_heads, do_rotary=int(rotary is not None),
         **attributes,
     )  # fmt: skip

@@ -28,9 +28,13 @@ def gated(matrices: Matrices, path: str, x: ir.Value, y: ir.Value) -> ir.Value:
 def routed(matrices: Matrices, config: ModelConfig, path: str, x: ir.Value) -> ir.Value:
     """Σ over a token's chosen experts of weight · expert(x), [B, S, H] -> [B, S, H]."""
     graph = matrices.graph
-    scores = matrices.product(f"{path}.gate", x, f"{path}.gate.weight")
-    logits = graph.op(f"{path}.router", "Reshape", scores, graph.constant([-1, config.num_experts]))
-    first, second = (matrices.specs[f"{path}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    biased = config.swiglu is not None
+    gate, suffix = (f"{path}.router", ".weight") if biased else (f"{path}.gate", "")
+    scores = matrices.product(gate, x, f"{gate}.weight", f"{gate}.bias")
+    logits = graph.op(f"{path}.logits", "Reshape", scores, graph.constant([-1, config.num_experts]))
+    names = [f"{path}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    first, second = (matrices.specs[f"{name}{suffix}"] for name in names)
+    bias1, bias2 = (matrices.vector(f"{name}.bias") if biased else None for name in names)
     swiglu: dict[str, Any] = {
         "k": config.num_experts_per_tok,
         "activation_type": "swiglu",
@@ -39,12 +43,15 @@ def routed(matrices: Matrices, config: ModelConfig, path: str, x: ir.Value) -> i
         "activation_beta": 0.0,
         "normalize_routing_weights": int(config.norm_topk_prob),
     }
+    if config.swiglu is not None:
+        alpha, limit = config.swiglu
+        swiglu |= {"activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
     if not isinstance(first.packing, AffinePacking) or not isinstance(second.packing, AffinePacking):
-        banks = (matrices.bank(first.name), None, matrices.bank(second.name))
+        banks = (matrices.bank(first.name), bias1, matrices.bank(second.name), bias2)
         return graph.op(f"{path}.experts", "MoE", x, logits, *banks, domain=MICROSOFT, **swiglu)
     codes1, scales1, zeros1 = matrices.packed(first, first.packing)
     codes2, scales2, zeros2 = matrices.packed(second, second.packing)
-    inputs: list[ir.Value | None] = [x, logits, codes1, scales1, None, codes2, scales2, None, None, None, None]
+    inputs: list[ir.Value | None] = [x, logits, codes1, scales1, bias1, codes2, scales2, bias2, None, None, None]
     inputs += [zeros1, zeros2]
     if not config.norm_topk_prob:
         # The packed kernel renormalizes whatever the attribute says, unless it is given the weights.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from waybill.checkpoint import TensorHeader
 from waybill.config import RotaryConfig
 from waybill.config.gguf import METHOD, WITH_MINIMUM
-from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadPackage, WaybillError
 from waybill.onnx.verify.decoding import PackedMatrix, fields, packed_matrix, read_at
 from waybill.onnx.verify.entries import Entry
@@ -88,14 +88,12 @@ def compare_floats(held: Held, member: Member, origin: Origin) -> None:
         held.refuse("a float initializer for float numbers", str(header or "a packed weight"))
         return
     columns = held.entry.nbytes // (held.slabs * held.rows * NUMPY_DTYPES[held.entry.dtype].itemsize)
-    if columns != (header.shape[-1] if len(header.shape) > 1 else 1):
+    if columns != (header.shape[-2 if member.turned else -1] if len(header.shape) > 1 else 1):
         held.refuse(f"rows of {columns:,} elements", str(header))
         return
-    axes = max(len(header.shape) - 1, 1)
-    skip = member.first + (member.expert * header.shape[-2] if member.expert is not None else 0)
+    rows = _rows(header, member, columns, origin)
     for start, stop in chunks(member.count, columns):
-        values = origin.floats(member.weight, skip + start, skip + stop, axes).reshape(stop - start, columns)
-        expected = cast(values, held.entry.dtype)
+        expected = cast(rows(start, stop), held.entry.dtype)
         found = held.read(member, start, stop).copy().view(NUMPY_DTYPES[held.entry.dtype])
         bits = BITS[held.entry.dtype]
         differs = expected.view(bits) != found.view(bits)
@@ -104,6 +102,16 @@ def compare_floats(held: Held, member: Member, origin: Origin) -> None:
         if differs.any():
             held.differ(member, start, differs, expected, found)
             return
+
+
+def _rows(header: TensorHeader, member: Member, columns: int, origin: Origin) -> Callable[[int, int], Array]:
+    """Reads some of a member's rows, [stop - start, columns]; a matrix that lies turned is read whole."""
+    if member.turned and member.expert is not None:
+        whole = np.ascontiguousarray(origin.stored.read(member.weight, member.expert, member.expert + 1)[0].T)
+        return lambda start, stop: whole[start:stop]
+    axes = max(len(header.shape) - 1, 1)
+    skip = member.first + (member.expert * header.shape[-2] if member.expert is not None else 0)
+    return lambda start, stop: origin.floats(member.weight, skip + start, skip + stop, axes).reshape(-1, columns)
 
 
 def cast(values: Array, dtype: str) -> Array:
@@ -122,7 +130,7 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
         codes.refuse("a packed initializer for a packed weight", f"{member.weight} is float in the checkpoint")
         return
     matrix = origin.in_order(member.weight, packed_matrix(origin.stored, member.weight, config, member.expert))
-    if not _blocks_fit(held, matrix, config):
+    if not _blocks_fit(held, matrix):
         return
     entry, blocks = codes.entry, held["scales"].entry.shape[-1]
     group_of = np.arange(blocks) * entry.block // matrix.group
@@ -145,7 +153,7 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
             compare_values(codes, member, start, zeros, midpoint, "left out, and taken to be ")
 
 
-def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix, config: QuantizationConfig) -> bool:
+def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix) -> bool:
     """Whether the package's blocks lie inside the checkpoint's groups and cover K."""
     codes, scales = held["codes"], held["scales"]
     entry, blocks = codes.entry, scales.entry.shape[-1]
@@ -157,10 +165,10 @@ def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix, config: Quantiza
     }
     fit = all(part.entry.nbytes == sizes[role] * part.slabs * part.rows for role, part in held.items())
     floats = scales.entry.dtype != "U8" and all(part.entry.dtype == "U8" for r, part in held.items() if r != "scales")
-    if entry.bits == config.bits and inside and blocks == -(-matrix.columns // entry.block) and fit and floats:
+    if entry.bits == matrix.bits and inside and blocks == -(-matrix.columns // entry.block) and fit and floats:
         return True
     found = f"{entry.bits} bits in {blocks} blocks of {entry.block}: {entry}, scales {scales.entry}"
-    codes.refuse(f"{config.bits} bits, {matrix.columns} columns in groups of {matrix.group}", found)
+    codes.refuse(f"{matrix.bits} bits, {matrix.columns} columns in groups of {matrix.group}", found)
     return False
 
 

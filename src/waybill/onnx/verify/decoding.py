@@ -35,6 +35,7 @@ SIDECARS = (
     "weight_zero_point",
     "weight_shape",
     "scale_inv",
+    "blocks",
 )
 SCALES_BESIDE = ("weight_scale", "scale_inv")
 """What lies beside codes that have the weight's own name."""
@@ -282,7 +283,18 @@ def _words(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMat
     return PackedMatrix(config.method, config.bits, group, packed, zeros.T, scales.T, columns)
 
 
-_DECODERS = {"olive": _olive, "compressed-tensors": _compressed}
+def _floats(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
+    """4-bit floats and powers of two, as a package holds them: twice each number as an integer around 128."""
+    nibbles, exponents = fields(arrays["blocks"], 4), arrays["scales"].view(np.uint8)
+    exponent, mantissa = nibbles >> 1 & 3, (nibbles & 1).astype(np.int16)
+    doubled = np.where(exponent == 0, mantissa, (2 + mantissa) << (exponent.astype(np.int16) - 1).clip(0))
+    codes = (128 + np.where(nibbles & 8, -doubled, doubled)).astype(np.uint8).reshape(len(nibbles), -1)
+    scales = np.where(exponents == 255, np.nan, 2.0 ** (exponents.astype(np.int16) - 128.0))
+    zeros = np.full(scales.shape, 128, np.uint8)
+    return PackedMatrix(config.method, 8, nibbles.shape[-1], codes, zeros, scales, codes.shape[1])
+
+
+_DECODERS = {"olive": _olive, "compressed-tensors": _compressed, "mxfp4": _floats}
 
 
 def _require_trivial(g_idx: Array, matrix: PackedMatrix, weight: str) -> None:

@@ -15,6 +15,8 @@ from waybill.onnx.verify.decoding import PackedMatrix, StoredTensors
 from waybill.weights.dtypes import Array
 
 BANKS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.gate_proj", ".experts.up_proj")
+TURNED = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
+"""Banks whose float matrices the checkpoint stores [K, N], gate and up alternating already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Origin:
         scales = parts.get("scales")
         if scales is None or config is None or len(self.stored.headers[scales].shape) < 2:
             return 0
-        return self.stored.headers[scales].shape[-2 if config.method == "olive" else -1]
+        return self.stored.headers[scales].shape[-2 if config.method in ("olive", "mxfp4") else -1]
 
 
 def _stored_row(row: Array, head: int) -> Array:
@@ -91,7 +93,7 @@ class Member:
     """A run of rows of a stored matrix, and the rows of the initializer it fills.
 
     Rows `first` to `first + count` of `weight`, or of one `expert` of a stored bank, become rows `start`,
-    `start + step`, … of the initializer's matrix number `slab`.
+    `start + step`, … of the initializer's matrix number `slab`. `turned`: they are columns of what is stored.
     """
 
     weight: str
@@ -101,13 +103,14 @@ class Member:
     start: int = 0
     step: int = 1
     expert: int | None = None
+    turned: bool = False
 
 
 def rows_of(weight: str, shape: Sequence[int]) -> int:
     """Rows of one matrix of a bank, or else of the whole weight: of a kernel [N, C, k, …] all but its last axis."""
     if len(shape) < 2:
         return math.prod(shape)
-    return shape[-2] if weight.endswith(BANKS) else math.prod(shape[:-1])
+    return shape[-2] if weight.endswith((*BANKS, *TURNED)) else math.prod(shape[:-1])
 
 
 def weight_of(name: str, role: str) -> str:
@@ -128,6 +131,10 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
             return  # another number of experts
         for expert in range(slabs):
             yield from _expert(weight, expert, origin)
+    elif weight.endswith(TURNED):
+        yield from _turned(path, slabs, origin)
+    elif path.endswith(BANKS):
+        yield Member(f"{path}_{leaf}", 0, origin.rows(f"{path}_{leaf}"))
     elif path.endswith(".self_attn.qkv_proj"):
         start = 0
         for letter in "qkv":
@@ -141,10 +148,14 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
 
 def _expert(bank: str, expert: int, origin: Origin) -> Iterator[Member]:
     """One expert: a slice of a stored bank, gate rows before up rows, or of a bank for each, or projections of their
-    own. They alternate."""
+    own. They alternate. A bank that has biases beside it lies as it is wanted.
+    """
     path, _, name = bank.rpartition(".")
     letters = ("gate", "up") if name == "gate_up_proj" else ("down",)
     step = len(letters)
+    if f"{bank}_bias" in origin.stored.headers:
+        yield Member(bank, 0, origin.rows(bank), expert, expert=expert)
+        return
     if origin.names(bank):
         count = origin.rows(bank) // step
         for at in range(step):
@@ -156,3 +167,13 @@ def _expert(bank: str, expert: int, origin: Origin) -> Iterator[Member]:
             continue
         weight = f"{path}.{expert}.{letter}_proj.weight"
         yield Member(weight, 0, origin.rows(weight), expert, at, step)
+
+
+def _turned(bank: str, slabs: int, origin: Origin) -> Iterator[Member]:
+    """Every expert of a bank [E, K, N]; nothing where there is another number of them."""
+    header = origin.stored.headers.get(bank)
+    if header is None or len(header.shape) != 3:
+        yield Member(bank, 0, 0)
+    elif header.shape[0] == slabs:
+        for expert in range(slabs):
+            yield Member(bank, 0, header.shape[-1], expert, expert=expert, turned=True)

@@ -17,7 +17,7 @@ from waybill.errors import PackageMismatch, WaybillError, some
 from waybill.onnx.verify.compare import OTHER, Held, Verdicts, compare_floats, compare_packed, compare_table
 from waybill.onnx.verify.entries import Check, ComponentEntries, Entry, PackageEntries
 from waybill.onnx.verify.float8 import compare_floats8
-from waybill.onnx.verify.origin import BANKS, Origin, members_of, rows_of, weight_of
+from waybill.onnx.verify.origin import BANKS, TURNED, Origin, members_of, rows_of, weight_of
 from waybill.onnx.verify.structure import mismatch
 
 THREADS = 2
@@ -110,7 +110,7 @@ def _weights(check: Check) -> tuple[str, str]:
 def _prove(root: Path, claim: Claim, origin: Origin, verdicts: Verdicts) -> None:
     """Compare one weight with its sources."""
     entry = claim.parts.get("scales") or next(iter(claim.parts.values()))
-    slabs = entry.shape[0] if claim.weight.endswith(BANKS) else 1
+    slabs = entry.shape[0] if claim.weight.endswith((*BANKS, *TURNED)) else 1
     members = list(members_of(claim.weight, slabs, origin))
     if absent := [member.weight for member in members if not origin.names(member.weight)]:
         found = f"no tensor of {some(absent)}"
