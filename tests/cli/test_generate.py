@@ -216,7 +216,9 @@ def test_a_chat_template_that_misbehaves_is_refused(run: Run, folder: Path, temp
 def test_a_chat_template_that_never_ends_is_stopped(run: Run, folder: Path) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
-    assert "exceeded its bounds" in refused(run, "bad-template", folder, "--chat", "-p", PROMPT, "-n", 1)
+    told = refused(run, "bad-template", folder, "--chat", "-p", PROMPT, "-n", 1)
+    # Five seconds of a processor, or twenty of the clock where others want it too.
+    assert "exceeded its bounds" in told or "ran for too long" in told
 
 
 def test_a_checkpoint_without_a_chat_template_cannot_chat(run: Run, folder: Path) -> None:
