@@ -263,11 +263,11 @@ class PackageError(WaybillError):
 
 
 class TargetExists(PackageError, code="target-exists"):
-    """There is already something where the package would go."""
+    """There is already something where a package or a report would go."""
 
 
 class CannotWrite(PackageError, code="cannot-write"):
-    """The package cannot be written: no space, no permission, or a failing disk."""
+    """A package or a report cannot be written: no space, no permission, or a failing disk."""
 
 
 class CannotLink(PackageError, code="cannot-link"):

@@ -88,6 +88,20 @@ class Report:
             total[tensor.dtype] += tensor.nbytes
         return dict(total.most_common())
 
+    @property
+    def legal_tp(self) -> list[int]:
+        """The numbers of ranks that heads and the groups of packed weights allow; none where no target cuts a model."""
+        config, bill = self.bill.config, self.bill
+        if not isinstance(config, ModelConfig) or bill.target != "torch":
+            return []
+        return [size for size in config.legal_tp_sizes() if keeps_groups(bill.specs, size)]
+
+    @property
+    def kv_cache_bytes_per_token(self) -> int:
+        """Over all layers, before any split across ranks; 0 where there is no language model."""
+        text = self.bill.config.text if self.bill.config else None
+        return text.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8) if text else 0
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
         config = self.bill.config
@@ -104,7 +118,9 @@ class Report:
         }
         if config:
             report |= {"model_type": config.model_type, "dtype": self.bill.dtype}
-            report |= _sizes(config.text, self.bill) if config.text else {}
+        if config and config.text:
+            report |= _sizes(config.text) | {"kv_cache_bytes_per_token": self.kv_cache_bytes_per_token}
+            report |= {"legal_tp": self.legal_tp} if self.bill.target == "torch" else {}
         report["components"] = [component.as_dict() for component in self.components]
         report["names"] = [spelling._asdict() | {"tensors": count} for spelling, count in self.spellings.items()]
         report["quantization"] = {name: layout.as_dict() for name, layout in self.quantization.items()}
@@ -146,10 +162,9 @@ class Report:
         for at, (spelling, count) in enumerate(self.spellings.items()):
             yield "" if at else "names", f"{spelling}, {count} time{'' if count == 1 else 's'}"
         if text:
-            per_token = text.kv_cache_bytes_per_token(DTYPE_BITS[self.bill.dtype] // 8)
-            yield "KV cache", f"{per_token:,} bytes a token in {self.bill.dtype}"
-        if isinstance(config, ModelConfig) and self.bill.target == "torch":
-            yield "legal TP", ", ".join(map(str, _legal_tp(config, self.bill)))
+            yield "KV cache", f"{self.kv_cache_bytes_per_token:,} bytes a token in {self.bill.dtype}"
+        if self.legal_tp:
+            yield "legal TP", ", ".join(map(str, self.legal_tp))
 
 
 def _text_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -168,7 +183,7 @@ def _text_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
     yield "rope", f"base {rotary.base:g}{scaling}, {rotary.max_position} positions"
 
 
-def _sizes(config: ModelConfig, bill: Plan) -> dict[str, Any]:
+def _sizes(config: ModelConfig) -> dict[str, Any]:
     """What a language model's config says, by our names."""
     rotary = config.rotary_config
     return {
@@ -185,14 +200,7 @@ def _sizes(config: ModelConfig, bill: Plan) -> dict[str, Any]:
         "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "max_position_embeddings": rotary.max_position,
         "rope": {"base": rotary.base, "type": rotary.rope_type, "scaling": rotary.scaling},
-        "kv_cache_bytes_per_token": config.kv_cache_bytes_per_token(DTYPE_BITS[bill.dtype] // 8),
-        **({"legal_tp": _legal_tp(config, bill)} if bill.target == "torch" else {}),
     }
-
-
-def _legal_tp(config: ModelConfig, bill: Plan) -> list[int]:
-    """The numbers of ranks that heads and the groups of packed weights allow."""
-    return [size for size in config.legal_tp_sizes() if keeps_groups(bill.specs, size)]
 
 
 def _plain(numbers: dict[str, Any]) -> str:

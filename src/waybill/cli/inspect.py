@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from waybill.cli.options import Dequantize
+from waybill.cli.page import HTML, OVERWRITE, require_free, write_page
 from waybill.cli.render import size, write_json, write_problems, write_table
 
 
@@ -15,15 +16,22 @@ def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or a GGUF file.")],
     dequantize: Dequantize = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    html: Annotated[Path | None, HTML] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> None:
     """Show what a checkpoint is: model, sizes, shards, ties, legal TP sizes, problems. Reads headers only.
 
-    Example: waybill inspect ./Qwen3-0.6B
+    Example: waybill inspect ./Qwen3-0.6B --html report.html
     """
     from waybill.checkpoint import read_checkpoint
     from waybill.overview import describe
 
+    require_free(html, overwrite)
     report = describe(read_checkpoint(checkpoint, dequantize=dequantize))
+    if html:  # first: whoever reads what is printed may stop reading
+        from waybill.report.page import inspect_page
+
+        write_page(inspect_page(report, size), html, overwrite)
     if as_json:
         write_json(report.as_dict())
     else:

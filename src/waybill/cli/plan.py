@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from waybill.cli.options import Dequantize
+from waybill.cli.page import HTML, OVERWRITE, require_free, write_page
 from waybill.cli.render import size, write_json, write_problems, write_table
 from waybill.errors import printable
 
@@ -38,17 +39,24 @@ def plan(
         bool, typer.Option("--full", help="One row a parameter, without folding equal layers; every dropped tensor.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    html: Annotated[Path | None, HTML] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> None:
     """Show where every parameter's bytes come from, what that costs, and everything that does not add up.
 
-    Example: waybill plan ./Qwen3-0.6B --tp 2 --rank 1
+    Example: waybill plan ./Qwen3-0.6B --tp 2 --rank 1 --html bill.html
     """
     import waybill
     from waybill.checkpoint import read_checkpoint
 
+    require_free(html, overwrite)
     opened = read_checkpoint(checkpoint, dequantize=dequantize)
     bill = waybill.plan(opened, target, tp=tp, rank=rank, dtype=dtype, ep=ep, link=link, widen_mxfp4=widen_mxfp4)
     extra = _package_facts(bill) if target == "onnx" else {}
+    if html:  # first: whoever reads what is printed may stop reading
+        from waybill.report.page import plan_page
+
+        write_page(plan_page(bill, dict(_package_rows(extra)), size), html, overwrite)
     if as_json:
         write_json(bill.as_dict() | extra)
     else:
@@ -78,6 +86,13 @@ def _verdict(verdict: Mapping[str, Any]) -> str:
     return f"can run it{unpacks}" + "".join(f"; set {name} to {value} or more" for name, value in options.items())
 
 
+def _package_rows(extra: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same for people."""
+    if extra:
+        yield "free disk", f"{size(extra['free_disk_bytes'])} here"
+        yield from ((name, _verdict(verdict)) for name, verdict in extra["providers"].items())
+
+
 def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
     from waybill.plan.fold import fold
 
@@ -91,9 +106,7 @@ def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
             ("peak", f"{size(bill.peak_bytes)} of host memory"),
         ]
         if extra:
-            rows.append(("free disk", f"{size(extra['free_disk_bytes'])} here"))
-            for name, verdict in extra["providers"].items():
-                rows.append((name, _verdict(verdict)))
+            rows += _package_rows(extra)
         else:
             rows.append(("ranks", f"{bill.tp}; this is the bill of rank {bill.rank}"))
         write_table(rows)

@@ -15,15 +15,18 @@ Size = Callable[[float], str]
 class Row:
     """A line of a bill: one binding, or the same binding of several layers."""
 
-    binding: Binding
+    bindings: tuple[Binding, ...]
     name: str
-    count: int
-    bytes_read: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes all of them ask the file system for."""
+        return sum(binding.bytes_read for binding in self.bindings)
 
     def cells(self, size: Size) -> tuple[str, ...]:
         """The columns: parameter, shape, dtype, sources, operations, bytes read."""
-        b = self.binding
-        times = f"{self.count} × " if self.count > 1 else ""
+        b, count = self.bindings[0], len(self.bindings)
+        times = f"{count} × " if count > 1 else ""
         shape = "×".join(map(str, b.shape))
         return (
             self.name,
@@ -42,9 +45,7 @@ def fold(bindings: Iterable[Binding], full: bool) -> list[Row]:
         key, (_, *inner) = lift(binding.target) if lift(binding.target)[1] else (binding.target, (0,))
         form = (key, *inner, binding.shape, binding.operations, len(binding.sources))
         groups.setdefault(binding.target if full else form, []).append(binding)
-    return [
-        Row(group[0], _folded_name(group), len(group), sum(b.bytes_read for b in group)) for group in groups.values()
-    ]
+    return [Row(tuple(group), _folded_name(group)) for group in groups.values()]
 
 
 def _folded_name(group: list[Binding]) -> str:

@@ -112,6 +112,16 @@ def bytes_read(value: LazyTensor) -> int:
     return sum(map(_tile_bytes, value.tiles))
 
 
+def reads(value: LazyTensor) -> Iterator[tuple[str, int]]:
+    """The same in parts: a file, and bytes that are asked of it."""
+    for tile in value.tiles:
+        if isinstance(tile.source, Decoded):
+            for needed in tile.source.decoder.inputs(tile.start, tile.extent):
+                yield from reads(needed)
+        else:
+            yield tile.source.file, _tile_bytes(tile)
+
+
 def _tile_bytes(tile: Tile) -> int:
     if isinstance(tile.source, Decoded):
         return sum(map(bytes_read, tile.source.decoder.inputs(tile.start, tile.extent)))
