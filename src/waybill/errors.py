@@ -38,6 +38,9 @@ class WaybillError(Exception):
     """A broken promise that answers five questions: what, where, expected, found, fix."""
 
     code: ClassVar[str] = "error"
+    """Its name in the catalogue, and in JSON."""
+    exit_code: ClassVar[int] = 1
+    """How a command that is refused so ends."""
 
     def __init_subclass__(cls, code: str = "") -> None:
         if code:
@@ -127,7 +130,10 @@ class NotSafetensors(CheckpointError, code="not-safetensors"):
 
 
 class BadHeader(CheckpointError, code="bad-header"):
-    """A header breaks one of its format's promises."""
+    """A header breaks one of its format's promises: safetensors or GGUF.
+
+    Of a GGUF file, `found` names the metadata key or the tensor.
+    """
 
 
 class WrongLength(CheckpointError, code="wrong-length"):
@@ -187,7 +193,10 @@ class BadPattern(ConfigError, code="bad-pattern"):
 
 
 class UnresolvedComponent(ConfigError, code="unresolved-component"):
-    """A component is asked for that the model does not declare, or declares in part."""
+    """A component is asked for that the model does not have, or a component of a task has no role or no sources.
+
+    Seen by those who add an architecture or call `ComponentManifest.by_name`.
+    """
 
 
 class ActOrder(ConfigError, code="act-order"):
@@ -263,11 +272,17 @@ class PackageError(WaybillError):
 
 
 class TargetExists(PackageError, code="target-exists"):
-    """There is already something where a package or a report would go."""
+    """There is already something where a package or a report would go.
+
+    `--overwrite` replaces a package by a package and a report by a report, and nothing else.
+    """
 
 
 class CannotWrite(PackageError, code="cannot-write"):
-    """A package or a report cannot be written: no space, no permission, or a failing disk."""
+    """A package or a report cannot be written: no space, no permission, no such folder, or a failing disk.
+
+    Nothing is left behind.
+    """
 
 
 class CannotLink(PackageError, code="cannot-link"):
@@ -279,7 +294,7 @@ class UnboundPackage(PackageError, code="unbound-package"):
 
 
 class BadPackage(PackageError, code="bad-package"):
-    """An ONNX package is incomplete, contradicts its graph, or cannot be run on this machine."""
+    """There is no package, a part of it is missing or malformed, or it does not run on this machine."""
 
 
 class PackageMismatch(PackageError, code="package-mismatch"):
@@ -315,7 +330,10 @@ class CastOverflow(RunError, code="cast-overflow"):
 
 
 class NoTokenizer(RunError, code="no-tokenizer"):
-    """There is no tokenizer.json, or none that is read inside a GGUF file, to turn text into tokens."""
+    """There is no tokenizer.json to turn text into tokens, or the tokenizer inside a GGUF file is not one that is read.
+
+    Those with byte-level merges are, cut in a published way.
+    """
 
 
 class BadTemplate(RunError, code="bad-template"):
@@ -327,7 +345,9 @@ class BadRequest(RunError, code="bad-request"):
 
 
 class BadOption(RunError, code="bad-option"):
-    """An option has a value that means nothing: wrong usage, exit code 2."""
+    """An option has a value that means nothing: wrong usage."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class OtherRankFailed(RunError, code="other-rank-failed"):

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from waybill.cli import export, generate, inspect, plan, verify
-from waybill.errors import BadOption, CastOverflow, FileChanged, NonFiniteWeight, WaybillError
+from waybill.errors import CastOverflow, FileChanged, NonFiniteWeight, WaybillError
 
 app = typer.Typer(
     name="waybill",
@@ -71,7 +71,7 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or isinstance(error, (FileChanged, CastOverflow, NonFiniteWeight)):
             print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadOption) else 1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
