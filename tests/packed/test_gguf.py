@@ -134,7 +134,9 @@ def test_a_rank_reads_only_the_heads_it_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block_type", ["Q4_1", "Q5_1", "Q4_K", "Q2_K", "Q5_K", "IQ4_NL", "MXFP4"])
 def test_a_type_without_an_exact_form_is_refused_with_the_reason(block_type: str, tmp_path: Path) -> None:
     ggufs.model("llama", blk__0__ffn_up__weight=block_type).write(tmp_path / "model.gguf")
-    (problem,) = waybill.plan(tmp_path / "model.gguf").problems
+    bill = waybill.plan(tmp_path / "model.gguf")
+    (problem,) = bill.problems
+    assert not bill.notices
     assert problem.code == "unsupported-quantization"
     assert problem.what == f"tensors of type {block_type} have no exact packed form"
     assert problem.where == "blk.0.ffn_up.weight (model.gguf)"

@@ -73,13 +73,13 @@ def make_plan(
     rank: int = 0,
     dtype: str | None = None,
 ) -> Plan:
-    """Plan one rank's load. Never raises for a bad checkpoint: `Plan.problems` holds everything found.
+    """Plan one rank's load without reading a weight byte. Never raises for a bad checkpoint: see `Plan.problems`.
 
     Args:
-        checkpoint: headers and config; not one weight byte is read.
         target: what the weights are for.
         family: how the checkpoint's architectures store their weights.
-        tp, rank: the number of tensor-parallel ranks, and which of them this plan is for.
+        tp: tensor-parallel ranks.
+        rank: which of them this plan is for.
         dtype: safetensors tag to deliver; by default the config's, and without one the file's most common.
     """
     problems, notices = list(checkpoint.problems), list(checkpoint.notices)
@@ -145,7 +145,7 @@ def _describe(
     if checkpoint.problems or len(problems) > before:
         return config, policy, []
     records = group_records(checkpoint, policy, problems)
-    if widened := [t for t in checkpoint.tensors.values() if t.dtype in WITH_MINIMUM]:
+    if checkpoint.dequantize and (widened := [t for t in checkpoint.tensors.values() if t.dtype in WITH_MINIMUM]):
         types = ", ".join(sorted({t.dtype for t in widened}))
         notices.append(f"{len(widened)} tensors of type {types} are read as floats: they have no exact packed form")
     paired = family.paired_rows(checkpoint.config, config) if config else lambda _: 0
