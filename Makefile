@@ -8,7 +8,7 @@ define say
 	@echo; echo "$$ waybill $(1)"; $(BIN)/waybill $(1)
 endef
 
-.PHONY: demo demo-engine test families bench
+.PHONY: demo demo-engine test docs catalogue families bench
 
 # Checkpoint to package to text, without torch.
 demo: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
@@ -31,9 +31,17 @@ test: .venv/test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/pytest -n 2
 
-# README's table of families, from the tests that pass.
+# The documentation, in site/. It asks no other host for anything, and neither do its pages.
+docs: .venv/test
+	$(BIN)/mkdocs build --strict
+
+# docs/errors.md, from the classes and the examples it has.
+catalogue: .venv/test
+	$(BIN)/python scripts/catalogue.py
+
+# The table in docs/components.md, from the tests that pass.
 families: .venv/test
-	WAYBILL_WRITE_README=1 $(BIN)/pytest tests/families/test_matrix.py -k equals_transformers
+	WAYBILL_WRITE_TABLE=1 $(BIN)/pytest tests/families/test_matrix.py -k equals_transformers
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks
@@ -50,4 +58,4 @@ bench: .venv/test
 
 # The checks, the peer, and the producer that packs the demo model; constraints.txt keeps torch the one there is.
 .venv/test: .venv/demo
-	$(PIP) -e '.[test,producers]' && touch $@
+	$(PIP) -e '.[test,docs,producers]' && touch $@

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 def open(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
-    """Describe a checkpoint folder or a GGUF file from headers and config files; no weight byte is read.
+    """Describe a checkpoint from headers and config files; no weight byte is read.
 
-    `dequantize`: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
+    Args:
+        path: a folder with config.json and safetensors, or a GGUF file.
+        dequantize: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
 
     Raises:
         NotACheckpoint: there is no such file or folder, or the folder has no config.json.
@@ -109,10 +111,10 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
 
 
 def dequantize(record: WeightRecord) -> Array:
-    """A record's values as a float32 array: float32(code - zero) · float32(scale), what a codebook says of a code times
-    its scale, or the float weight itself.
+    """A record's values as a float32 array, for tests and tools. No loader calls it: packed weights stay packed.
 
-    For tests and tools. No loader calls it: packed weights stay packed.
+    A value is float32(code - zero) · float32(scale), or what a codebook says of a code times its scale, or the float
+    weight itself.
     """
     from waybill.plan.stream import materialize
     from waybill.weights.affine import AffinePackedWeight
@@ -139,7 +141,15 @@ def load(
 ) -> CausalLM:
     """Load a checkpoint into the PyTorch engine; after `waybill.engine.join_group`, this rank's share of it.
 
+    Args:
+        path: an opened checkpoint, a folder, or a GGUF file.
+        dtype: "float32", "float16" or "bfloat16"; by default what the config says.
+        device: "cpu", "cuda" (this rank's GPU) or "cuda:N".
+        check_finite: refuse weights that hold NaN or infinity.
+
     Raises:
+        BadOption: an unknown dtype.
+        DeviceUnavailable: the device is not on this machine.
         Refused: the plan does not add up; nothing was read.
         WaybillError: a file changed or a value did not fit while bytes moved.
     """

@@ -1,4 +1,4 @@
-"""README's table of families, written from the tests of the matrix that passed: `make families`."""
+"""The table in docs/components.md, written from the tests of the matrix that passed: `make families`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "components.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 Cell = tuple[str, str]
-WANTED = "WAYBILL_WRITE_README"
+WANTED = "WAYBILL_WRITE_TABLE"
 COUNTS: dict[Cell, list[bool]] = defaultdict(list)
 """By family and layout: whether each test of it passed."""
 
@@ -27,7 +27,7 @@ def pytest_sessionfinish() -> None:
     families, layouts = (list(dict.fromkeys(cell[at] for cell in COUNTS)) for at in (0, 1))
     rows = [["", *layouts], ["---"] * (len(layouts) + 1)]
     rows += [[family, *("✓" if all(COUNTS[family, layout]) else "fails" for layout in layouts)] for family in families]
-    before, rest = README.read_text("utf-8").split(BEGIN)
+    before, rest = PAGE.read_text("utf-8").split(BEGIN)
     after = rest.split(END)[1]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    README.write_text(before + BEGIN + table + END + after, "utf-8")
+    PAGE.write_text(before + BEGIN + table + END + after, "utf-8")

@@ -1,6 +1,6 @@
 """Families × layouts: packages built, opened, run, and equal to transformers on the same weights.
 
-README's table of families is written from the tests here that passed: `make families`.
+The table in docs/components.md is written from the tests here that passed: `make families`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 import waybill
 from drivers import Driver
-from families.conftest import BEGIN, END, README
+from families.conftest import BEGIN, END, PAGE
 from waybill.onnx.folder import read_package
 from waybill.onnx.runtime.model import open_model
 from zoo import LAYOUTS, STEPS, ZOO, Layout, Tiny, pack, reference, request
@@ -51,8 +51,8 @@ def test_a_package_is_packed_as_asked_and_equals_transformers(
     assert waybill.verify(tmp_path / "package", tmp_path / "packed").problems == []
 
 
-def test_the_table_in_the_readme_is_of_these_tests() -> None:
-    table = README.read_text("utf-8").split(BEGIN)[1].split(END)[0]
+def test_the_table_in_the_documentation_is_of_these_tests() -> None:
+    table = PAGE.read_text("utf-8").split(BEGIN)[1].split(END)[0]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines())
     assert head[1:] == [layout.title for layout in LAYOUTS]
     assert rows == [[tiny.title, *["✓"] * len(LAYOUTS)] for tiny in ZOO]

@@ -1,4 +1,4 @@
-"""README's table of packed formats: every cell is a checkpoint that loads, or one that is refused by name."""
+"""The table of producers in docs/formats.md: every cell is a checkpoint that loads, or one that is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from floating import Blocks, pack_fp8, pack_mxfp4
 from packing import Scheme, compressed_group, pack
 from waybill.errors import WaybillError
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+HEADER = "| written by | read | refused by name | in packages |\n"
 DOWN = "model.layers.0.mlp.down_proj"
 LISTED = [
     "self_attn.q_proj",
@@ -25,6 +26,7 @@ LISTED = [
     "mlp.gate_proj",
     "mlp.up_proj",
 ]
+PLACES = {(True, True): "CPU and CUDA", (True, False): "CPU only", (False, False): "engine only"}
 Make = Callable[[], Recipe]
 
 
@@ -192,22 +194,37 @@ REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
 }  # fmt: skip
 
 
-def cells() -> Iterator[tuple[str, list[str], list[str]]]:
-    table = README.read_text("utf-8").partition("| written by | read | refused by name |\n")[2].partition("\n\n")[0]
+def rows() -> Iterator[list[list[str]]]:
+    table = PAGE.read_text("utf-8").partition(HEADER)[2].partition("\n\n")[0]
     for line in table.splitlines()[1:]:
-        writer, read, refused = (cell.strip() for cell in line.strip("|").split("|"))
-        yield writer, re.split(r";\s*", read), re.split(r";\s*", refused)
+        yield [re.split(r";\s*", cell.strip()) for cell in line.strip("|").split("|")]
 
 
 def test_the_table_says_what_is_tested_and_nothing_else() -> None:
-    assert [(writer, cell) for writer, read, _ in cells() for cell in read] == list(READ)
-    assert [(writer, cell) for writer, _, refused in cells() for cell in refused] == list(REFUSED)
+    assert [(writer, cell) for [writer], read, _, _ in rows() for cell in read] == list(READ)
+    assert [(writer, cell) for [writer], _, refused, _ in rows() for cell in refused] == list(REFUSED)
 
 
 @pytest.mark.parametrize("cell", READ, ids=" ".join)
 def test_what_is_read_loads_and_stays_packed(cell: tuple[str, str], tmp_path: Path) -> None:
     model = waybill.load(READ[cell]().write(tmp_path), dtype="float32")
     assert any(name.endswith(".codes") for name in model.state_dict())
+
+
+@pytest.mark.parametrize("cell", READ, ids=" ".join)
+def test_a_package_is_planned_for_where_the_table_says(cell: tuple[str, str], tmp_path: Path) -> None:
+    [usual, *exceptions] = next(where for [writer], _, _, where in rows() if writer == cell[0])
+    special = {name: where for where, name in (line.split(": ") for line in exceptions)}
+    folder = READ[cell]().write(tmp_path)
+    plain, widened = (
+        PLACES[
+            not waybill.plan(folder, "onnx", widen_mxfp4=widen).problems,
+            not waybill.plan(folder, "onnx", ep="cuda", dtype="float16", widen_mxfp4=widen).problems,
+        ]
+        for widen in (False, True)
+    )
+    place = plain if plain == widened else f"with `--widen-mxfp4`: {widened}"
+    assert place == special.get(cell[1], usual)
 
 
 @pytest.mark.parametrize("cell", REFUSED, ids=" ".join)
