@@ -78,6 +78,28 @@ WIDE = DENSE | {
     "vocab_size": 8192,
 }
 """Qwen3-1.7B's layers, fewer of them, and a small vocabulary: nearly all of it is packed."""
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 3,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+"""gpt-oss-20b's layers, three of them, and a small vocabulary."""
 GROUP = 128
 """Elements of K that share a scale in the synthetic packed checkpoints."""
 QUANTIZATION = {
@@ -123,6 +145,11 @@ def gguf_wide(block_type: str) -> Path:
     """20 layers of a llama of the same sizes in blocks of one type: a GGUF file of 0.5 to 1.0 GB."""
     folder = made(f"llama-1.7b-{block_type}", partial(_write_gguf, block_type))
     return folder / "model.gguf"
+
+
+def gpt_oss() -> Path:
+    """Three of gpt-oss-20b's layers, the experts in MXFP4: 1.5 GB."""
+    return made("gpt-oss-20b-shaped", _write_gpt_oss)
 
 
 def packed_dense() -> Path:
@@ -307,6 +334,43 @@ def _sidecars(path: str, outputs: int, inputs: int, method: str) -> dict[str, En
             "scales": halves(outputs, groups),
         }
     return {f"{path}.{role}": entry for role, entry in made.items()}
+
+
+def _write_gpt_oss(folder: Path) -> None:
+    config = GPT_OSS
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    heads, q, kv = 64, 64 * 64, 8 * 64
+    shapes: Shapes = {"model.norm.weight": (hidden,)}
+    shapes |= {name: _table(config) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    banks: dict[str, Entry] = {}
+    for layer in range(config["num_hidden_layers"]):
+        path, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+        for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
+            shapes |= {f"{attention}.{name}_proj.weight": (rows, columns), f"{attention}.{name}_proj.bias": (rows,)}
+        shapes |= {
+            f"{attention}.sinks": (heads,),
+            f"{path}.input_layernorm.weight": (hidden,),
+            f"{path}.post_attention_layernorm.weight": (hidden,),
+            f"{path}.mlp.router.weight": (experts, hidden),
+            f"{path}.mlp.router.bias": (experts,),
+        }
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            bank, groups = f"{path}.mlp.experts.{name}", columns // 32
+            shapes[f"{bank}_bias"] = (experts, rows)
+            count = experts * rows * groups
+            banks[f"{bank}_blocks"] = Entry(
+                "U8", (experts, rows, groups, 16), partial(octets, f"{bank}_blocks", 16 * count)
+            )
+            banks[f"{bank}_scales"] = Entry("U8", (experts, rows, groups), partial(_exponents, count))
+    write_entries(folder, config, _floats(shapes, {}) | banks)
+
+
+def _exponents(count: int) -> Iterator[Any]:
+    """Powers of two: 2⁻⁷ everywhere."""
+    import numpy as np
+
+    for start in range(0, count, 1 << 22):
+        yield np.full(min(1 << 22, count - start), 120, np.uint8)
 
 
 def octets(name: str, count: int) -> Iterator[Any]:

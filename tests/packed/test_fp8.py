@@ -21,6 +21,7 @@ from sessions import Package
 from waybill.engine.layers.matrix import CodebookMatrix
 from waybill.engine.models.decoder import CausalLM
 from waybill.errors import Refused, UnsupportedByRuntime
+from waybill.weights.dequantize import E2M1
 
 PROMPTS = [[3, 17, 99, 4, 56], [8], [120, 7, 7, 31, 64, 2, 90, 11, 45]]
 LAYER = "model.layers.0"
@@ -131,6 +132,14 @@ def test_narrower_dtypes_round_each_value_once(dtype: str, tmp_path: Path) -> No
     assert (logits(packed).float() - logits(dense).float()).abs().max() < 0.1
     assert any("rounds the values" in line for line in waybill.plan(tmp_path / "packed", dtype=dtype).notices)
     assert not any("rounds" in line for line in waybill.plan(tmp_path / "packed", dtype="float32").notices)
+
+
+def test_every_number_of_mxfp4_is_a_bfloat16(tmp_path: Path) -> None:
+    values = np.ldexp(np.array(E2M1, np.float32)[:, None], np.arange(-127, 125))
+    assert (values.astype(BF16).astype(np.float32) == values).all()
+    folder = pack_mxfp4(lively(qwen3_moe(np.float32, banks=True))).packed.write(tmp_path)
+    assert not any("rounds" in line for line in waybill.plan(folder, dtype="bfloat16").notices)
+    assert any("rounds the values of 4" in line for line in waybill.plan(folder, dtype="float16").notices)
 
 
 def test_mxfp4_banks_compute_what_float_banks_do(tmp_path: Path) -> None:

@@ -128,5 +128,6 @@ def notices(specs: Sequence[ParameterSpec], unneeded: Mapping[str, str], dtype: 
     for stored, count in scales.items():
         if dtype == "BF16" and stored != "BF16":
             yield f"bfloat16 rounds the {stored} scales of {count} packed weights when it computes; float32 keeps them"
-    if coded := sum(isinstance(spec.packing, CodebookPacking) for spec in specs if dtype not in (None, "F32")):
+    coded = sum(isinstance(spec.packing, CodebookPacking) and not spec.packing.is_exact_in(dtype) for spec in specs)
+    if coded and dtype is not None:
         yield f"{dtype} rounds the values of {coded} packed weights when it computes; float32 keeps them"

@@ -153,6 +153,11 @@ class CodebookPacking(NamedTuple):
         rows = wanted.layout.rows
         return self.layout.rows % rows == 0 and self.layout._replace(rows=rows) == wanted.layout
 
+    def is_exact_in(self, dtype: str | None) -> bool:
+        """Whether every value is a number of this dtype: a 4-bit float times a power of two is a bfloat16 as well."""
+        powers = self.layout.table == "E2M1" and self.scale_dtype == "F8_E8M0"
+        return dtype == "F32" or (dtype == "BF16" and powers)
+
     @property
     def widened(self) -> AffinePacking | None:
         """The integers that mean the same numbers exactly, where there are any: see `waybill.weights.widened`."""
