@@ -116,20 +116,10 @@ def dequantize(record: WeightRecord) -> Array:
     A value is float32(code - zero) · float32(scale), or what a codebook says of a code times its scale, or the float
     weight itself.
     """
-    from waybill.plan.stream import materialize
-    from waybill.weights.affine import AffinePackedWeight
-    from waybill.weights.codebook import CodebookWeight
-    from waybill.weights.dequantize import dequantize_arrays, dequantize_codes
+    from waybill.plan.stream import dequantized
 
-    weight = record.storage
     with RangeReader(record.origin) as reader:
-        parts = {role: materialize(value, reader) for role, value in weight.parts.items()}
-    if isinstance(weight, AffinePackedWeight):
-        zeros = parts.get("zero_points")
-        return dequantize_arrays(parts["codes"], parts["scales"], zeros, weight.layout.bits, weight.in_features)
-    if isinstance(weight, CodebookWeight):
-        return dequantize_codes(parts["codes"], parts[weight.layout.scale_role], weight.layout)
-    return parts["weight"].astype("float32")
+        return dequantized(record.storage, reader)
 
 
 def load(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from waybill.plan.bill import Binding
@@ -42,18 +42,23 @@ def fold(bindings: Iterable[Binding], full: bool) -> list[Row]:
     """Rows in streaming order; bindings that differ only in their layer become one, unless `full`."""
     groups: dict[object, list[Binding]] = {}
     for binding in bindings:
-        key, (_, *inner) = lift(binding.target) if lift(binding.target)[1] else (binding.target, (0,))
-        form = (key, *inner, binding.shape, binding.operations, len(binding.sources))
+        form = (*apart_from_layer(binding.target), binding.shape, binding.operations, len(binding.sources))
         groups.setdefault(binding.target if full else form, []).append(binding)
-    return [Row(tuple(group), _folded_name(group)) for group in groups.values()]
+    return [Row(tuple(group), folded_name([binding.target for binding in group])) for group in groups.values()]
 
 
-def _folded_name(group: list[Binding]) -> str:
+def apart_from_layer(name: str) -> tuple[str, ...]:
+    """What names have in common that differ only in their layer."""
+    key, numbers = lift(name)
+    return (key, *map(str, numbers[1:])) if numbers else (name,)
+
+
+def folded_name(group: Sequence[str]) -> str:
     """The name with a range in place of the layer, which is its first number; the others are alike."""
     if len(group) == 1:
-        return group[0].target
-    key, (_, *inner) = lift(group[0].target)
-    numbers = sorted(lift(binding.target)[1][0] for binding in group)
+        return group[0]
+    key, (_, *inner) = lift(group[0])
+    numbers = sorted(lift(name)[1][0] for name in group)
     span = f"{numbers[0]}–{numbers[-1]}" if numbers[-1] - numbers[0] + 1 == len(numbers) else f"{len(numbers)} layers"
     name = key.replace("#", f"{{{span}}}", 1)
     for number in inner:

@@ -83,7 +83,7 @@ def make_plan(
         dtype: safetensors tag to deliver; by default the config's, and without one the file's most common.
     """
     problems, notices = list(checkpoint.problems), list(checkpoint.notices)
-    config, policy, records = _describe(checkpoint, family, problems, notices)
+    config, policy, records = describe(checkpoint, family, problems, notices)
     dtype = dtype or (config and config.dtype) or common_dtype(checkpoint)
     # Unsupported arithmetic does not change shapes; anything else wrong would only cause echoes of itself.
     clean = all(isinstance(problem, (UnsupportedFeature, UnsupportedRope)) for problem in problems)
@@ -125,10 +125,13 @@ def make_plan(
     )
 
 
-def _describe(
+def describe(
     checkpoint: Checkpoint, family: Family, problems: list[WaybillError], notices: list[str]
 ) -> tuple[Config | None, Policy, list[WeightRecord]]:
-    """What the config says, what the metadata says, and the weights that headers show."""
+    """What the config says, what the metadata says, and the weights that headers show, with rows as at run time.
+
+    Problems and notices are appended; there are no weights where metadata or files are broken.
+    """
     config = None
     if checkpoint.config or not problems:
         config, found, notes = family.read(checkpoint.config)

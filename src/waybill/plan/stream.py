@@ -21,6 +21,10 @@ from waybill.checkpoint import RangeReader, TensorHeader
 from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS, Binding
 from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import Scratch, populate
+from waybill.weights import Storage
+from waybill.weights.affine import AffinePackedWeight
+from waybill.weights.codebook import CodebookWeight
+from waybill.weights.dequantize import dequantize_arrays, dequantize_codes
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast_into
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
 from waybill.weights.ranges import Layout, bytes_read, is_direct, layout, read_through, strides
@@ -325,3 +329,14 @@ def materialize(value: LazyTensor, reader: RangeReader) -> Array:
     for tile in value.tiles:
         result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed(tile)
     return result
+
+
+def dequantized(weight: Storage, reader: RangeReader) -> Array:
+    """All values of a weight as float32."""
+    parts = {role: materialize(value, reader) for role, value in weight.parts.items()}
+    if isinstance(weight, AffinePackedWeight):
+        zeros, layout = parts.get("zero_points"), weight.layout
+        return dequantize_arrays(parts["codes"], parts["scales"], zeros, layout.bits, weight.in_features)
+    if isinstance(weight, CodebookWeight):
+        return dequantize_codes(parts["codes"], parts[weight.layout.scale_role], weight.layout)
+    return parts["weight"].astype(np.float32)
