@@ -56,6 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "waybill": {"api", "comparison", "errors"},
     "cli": {
         "checkpoint",
+        "comparison",
+        "differences",
         "engine",
         "engine/load",
         "errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,8 @@ def test_the_answer_is_one_json_document(checkpoint: Path, package: Path, monkey
     assert done["summary"] == "consumed 21 of 21 tensors (100.0% of bytes), 0 unbound"
     assert done["seconds"] >= done["flush_seconds"] >= 0
     assert done["notices"] == []
-    assert len(done) == 10
+    assert done["schema"] == "waybill/export/1"
+    assert len(done) == 11
 
 
 def test_text_says_what_was_written_and_where(
@@ -58,7 +60,9 @@ def test_text_says_what_was_written_and_where(
     code, out, err = run(monkeypatch, capsys, "export", checkpoint, package)
     assert code == 0
     assert out == f"wrote {package}: {(package / 'model.onnx.data').stat().st_size / 1000:.3g} kB of weights\n"
-    assert err.startswith("consumed 21 of 21 tensors (100.0% of bytes), 0 unbound; ")
+    progress, summary = err.splitlines()
+    assert re.fullmatch(r"writing [\d.]+ kB: [\d.]+ s, [\d.]+ [kMG]B/s", progress)
+    assert summary.startswith("consumed 21 of 21 tensors (100.0% of bytes), 0 unbound; ")
 
 
 def test_linked_bytes_are_counted_apart(checkpoint: Path, package: Path, monkeypatch: Patch, capsys: Capture) -> None:
@@ -151,10 +155,13 @@ def test_a_bad_checkpoint_is_refused_before_a_weight_is_read(
 ) -> None:
     folder = broken(name).write(tmp_path / "checkpoint")
     code, out, err = run_unread(monkeypatch, capsys, "export", folder, package, *["--json"] * as_json)
-    assert (code, out) == (1, "")
-    assert f"[{name}]" in err
-    assert err.startswith("refused: ")
+    assert code == 1
     assert not package.parent.exists()
+    if as_json:
+        assert ([problem["code"] for problem in json.loads(out)["problems"]], err) == ([name], "")
+    else:
+        assert f"[{name}]" in err
+        assert (out, err[:9]) == ("", "refused: ")
 
 
 def test_what_the_provider_cannot_run_is_refused(
@@ -251,6 +258,9 @@ def test_an_output_nobody_can_write_to_is_no_traceback(checkpoint: Path, ended: 
 def test_a_refusal_does_not_move_to_stdout_when_stderr_is_closed(tmp_path: Path) -> None:
     command = f"{sys.executable} -m waybill plan {tmp_path} --json 2>&-"
     done = subprocess.run(command, shell=True, check=False, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["schema"] == "waybill/refusal/1"
+    done = subprocess.run(command.replace("--json", ""), shell=True, check=False, stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (1, "")
 
 

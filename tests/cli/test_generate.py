@@ -65,7 +65,7 @@ def words(tokens: list[int]) -> str:
 
 def test_json_holds_text_tokens_prompt_length_and_timings(run: Run, folder: Path) -> None:
     answer = as_json(run, folder, "-p", PROMPT, "-n", NEW_TOKENS)
-    assert answer.keys() == {"text", "token_ids", "prompt_tokens", "timings"}
+    assert answer.keys() == {"schema", "text", "token_ids", "prompt_tokens", "timings"}
     assert (len(answer["token_ids"]), answer["prompt_tokens"]) == (NEW_TOKENS, 3)
     assert answer["text"] == words(answer["token_ids"])
     assert answer["timings"].keys() == {
@@ -117,8 +117,10 @@ def test_several_prompts_run_as_one_batch(run: Run, folder: Path) -> None:
     alone = [as_json(run, folder, "-p", prompt, "-n", NEW_TOKENS) for prompt in prompts]
     flags = [part for prompt in prompts for part in ("-p", prompt)]
     together = as_json(run, folder, *flags, "-n", NEW_TOKENS)
-    assert together.keys() == {"outputs", "timings"}
-    assert together["outputs"] == [{k: v for k, v in answer.items() if k != "timings"} for answer in alone]
+    assert together.keys() == {"schema", "outputs", "timings"}
+    assert together["outputs"] == [
+        {k: v for k, v in answer.items() if k not in ("schema", "timings")} for answer in alone
+    ]
     _, out, _ = run(folder, *flags, "-n", NEW_TOKENS)
     assert out == "".join(f"── {p}\n{answer['text']}\n\n" for p, answer in zip(prompts, alone, strict=True))
 

@@ -28,6 +28,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     as_json: bool
+    quiet: bool
 
 
 def encode(folder: Path, request: Request) -> tuple[Tokenizer, list[list[int]]]:
@@ -110,13 +111,14 @@ def _report(
         for text, ids, length in zip(texts, result.token_ids, lengths, strict=True)
     ]
     if request.as_json:
-        write_json(
-            {**outputs[0], "timings": timings} if len(outputs) == 1 else {"outputs": outputs, "timings": timings}
-        )
+        answers = outputs[0] if len(outputs) == 1 else {"outputs": outputs}
+        write_json("generate", {**answers, "timings": timings})
         return
     if len(outputs) > 1:
         for label, text in zip(labels, texts, strict=True):
             print(f"── {label}\n{text}\n")
+    if request.quiet:
+        return
     speed = timings["decode_tokens_per_second"]
     encoded = f"encode in {result.encode_seconds:.2f} s, " if result.encode_seconds else ""
     print(

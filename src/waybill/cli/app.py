@@ -1,4 +1,4 @@
-"""The commands, and how each ends: 0 done, 1 refused, 2 wrong usage."""
+"""The commands, and what becomes of what they raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from waybill.cli import export, generate, inspect, plan, verify
+from waybill.cli import compare, export, generate, inspect, plan, verify
+from waybill.cli.outcome import in_json
 from waybill.errors import CastOverflow, FileChanged, NonFiniteWeight, WaybillError
 
 app = typer.Typer(
@@ -22,11 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("export")(export.export)
-app.command("verify")(verify.verify)
-app.command("generate")(generate.generate)
+for command in (inspect.inspect, plan.plan, export.export, verify.verify, compare.compare, generate.generate):
+    app.command(command.__name__)(in_json(command))
 
 
 def _version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from waybill.cli.answers import Request, answer, encode
-from waybill.cli.options import Dequantize
+from waybill.cli.options import AsJson, Dequantize, Quiet
 from waybill.cli.package import Media, refuse_choices_of_the_export, run_package
 from waybill.cli.progress import Progress
 from waybill.cli.render import count, write_problems
@@ -66,7 +66,8 @@ def generate(
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
     dequantize: Dequantize = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of streaming.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue text. Under `torchrun --nproc-per-node N -m waybill generate …` the model is cut into N ranks.
 
@@ -83,6 +84,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature, top_k, top_p, seed),
         as_json=as_json,
+        quiet=quiet,
     )
     if is_package(checkpoint):
         refuse_choices_of_the_export(dtype, device, check_finite, dequantize)
@@ -172,6 +174,7 @@ def _load(
             vocab_size=text.vocab_size,
             max_position=text.rotary_config.max_position,
         )
+    speaks = speaks and not (request.quiet or request.as_json)
     if speaks:
         write_problems((), bill.notices)
     start = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from waybill.cli.options import Dequantize
+from waybill.cli.options import AsJson, Dequantize, Quiet
 from waybill.cli.page import HTML, OVERWRITE, require_free, write_page
 from waybill.cli.render import size, write_json, write_problems, write_table
 
@@ -15,9 +15,10 @@ from waybill.cli.render import size, write_json, write_problems, write_table
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or a GGUF file.")],
     dequantize: Dequantize = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     html: Annotated[Path | None, HTML] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint is: model, sizes, shards, ties, legal TP sizes, problems. Reads headers only.
 
@@ -31,11 +32,11 @@ def inspect(
     if html:  # first: whoever reads what is printed may stop reading
         from waybill.report.page import inspect_page
 
-        write_page(inspect_page(report, size), html, overwrite)
+        write_page(inspect_page(report, size), html, overwrite, quiet=quiet or as_json)
     if as_json:
-        write_json(report.as_dict())
+        write_json("inspect", report.as_dict())
     else:
         write_table(report.rows(size))
-        write_problems(report.bill.problems, report.bill.notices)
+        write_problems(report.bill.problems, report.bill.notices, quiet=quiet)
     if report.bill.problems:
         raise typer.Exit(1)

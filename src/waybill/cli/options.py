@@ -9,3 +9,5 @@ import typer
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Compute with floats where GGUF blocks have no exact packed form.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, a refusal too: see docs/schemas.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes, progress or timings on stderr; refusals stay.")]

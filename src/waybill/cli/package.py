@@ -77,7 +77,8 @@ def run_package(folder: Path, request: Request, media: Media) -> None:
     model = open_model(package)
     seconds = time.perf_counter() - start
     before = "".join(f"{graph.name}, " for graph in package.parts.values())
-    print(f"{before}{model.decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
+    if not (request.quiet or request.as_json):
+        print(f"{before}{model.decoder.summary()}; loaded in {seconds:.2f} s", file=sys.stderr)
     heard = [{name: v for name, v in feed.items() if name != MASK or name in model.hears} for feed in feeds]
     generated = partial(
         model.generate,

@@ -21,9 +21,10 @@ def require_free(target: Path | None, overwrite: bool) -> None:
         write.require_free(target, overwrite=overwrite)
 
 
-def write_page(page: str, target: Path, overwrite: bool) -> None:
+def write_page(page: str, target: Path, overwrite: bool, *, quiet: bool) -> None:
     """Put a report in its place, and say where that is."""
     from waybill.report.write import write_report
 
     write_report(page, target, overwrite=overwrite)
-    print(printable(f"report: {target}"), file=sys.stderr)
+    if not quiet:
+        print(printable(f"report: {target}"), file=sys.stderr)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from waybill.cli.options import Dequantize
+from waybill.cli.options import AsJson, Dequantize, Quiet
 from waybill.cli.page import HTML, OVERWRITE, require_free, write_page
-from waybill.cli.render import size, write_json, write_problems, write_table
-from waybill.errors import printable
+from waybill.cli.render import size, write_json, write_line, write_problems, write_table
 
 if TYPE_CHECKING:
     from waybill.plan import Plan
@@ -38,9 +37,10 @@ def plan(
     full: Annotated[
         bool, typer.Option("--full", help="One row a parameter, without folding equal layers; every dropped tensor.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     html: Annotated[Path | None, HTML] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show where every parameter's bytes come from, what that costs, and everything that does not add up.
 
@@ -56,11 +56,11 @@ def plan(
     if html:  # first: whoever reads what is printed may stop reading
         from waybill.report.page import plan_page
 
-        write_page(plan_page(bill, dict(_package_rows(extra)), size), html, overwrite)
+        write_page(plan_page(bill, dict(_package_rows(extra)), size), html, overwrite, quiet=quiet or as_json)
     if as_json:
-        write_json(bill.as_dict() | extra)
+        write_json("plan", bill.as_dict() | extra)
     else:
-        _write(bill, full, extra)
+        _write(bill, full, extra, quiet)
     if bill.problems:
         raise typer.Exit(1)
 
@@ -93,7 +93,7 @@ def _package_rows(extra: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((name, _verdict(verdict)) for name, verdict in extra["providers"].items())
 
 
-def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
+def _write(bill: Plan, full: bool, extra: dict[str, Any], quiet: bool) -> None:
     from waybill.plan.fold import fold
 
     if bill.bindings:
@@ -116,7 +116,7 @@ def _write(bill: Plan, full: bool, extra: dict[str, Any]) -> None:
     for reason, names in reasons.items():
         listed = names if full or len(names) <= SOME else [f"{len(names)} tensors, {names[0]} and others"]
         for name in listed:
-            print(printable(f"dropped {name}: {reason}"))
-    write_problems(bill.problems, bill.notices)
+            write_line(f"dropped {name}: {reason}")
+    write_problems(bill.problems, bill.notices, quiet=quiet)
     if not bill.problems:
-        print(bill.summary())
+        write_line(bill.summary())

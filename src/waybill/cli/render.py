@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 from waybill.errors import WaybillError, printable
 
@@ -29,9 +31,22 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def write_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    json.dump(value, sys.stdout, indent=2)  # ASCII: a name may hold what no encoding can write
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks on, at something that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def width() -> int:
+    """Columns of the terminal; a pipe has no width, there a row is a line."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout).width if sys.stdout.isatty() else ENDLESS
+
+
+def write_json(schema: str, document: Mapping[str, Any]) -> None:
+    """One JSON document on stdout, which begins with the name and version of its schema."""
+    # ASCII: a name may hold what no encoding can write.
+    json.dump({"schema": f"waybill/{schema}/1", **document}, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
@@ -45,9 +60,8 @@ def write_table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = No
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout, highlight=False)
-    if not sys.stdout.isatty():
-        console.width = ENDLESS
+    plain = not is_terminal(sys.stdout) or "NO_COLOR" in os.environ  # no bold either
+    console = Console(file=sys.stdout, highlight=False, width=width(), color_system=None if plain else "auto")
     lines = [[printable(cell) for cell in row] for row in rows]
     if header:
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
@@ -55,8 +69,7 @@ def write_table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = No
             _write_stacked([header, *lines], widths, right)
             return
     table = Table(box=None, pad_edge=False, show_header=header is not None, header_style="bold")
-    width = len(header) if header else max((len(line) for line in lines), default=0)
-    for column in range(width):
+    for column in range(len(header) if header else max(map(len, lines), default=0)):
         table.add_column(
             header[column] if header else "",
             justify="right" if column in right else "left",
@@ -74,12 +87,28 @@ def _write_stacked(lines: Iterable[Sequence[str]], widths: Sequence[int], right:
         aligned = [
             cell.rjust(widths[at]) if at in right else cell.ljust(widths[at]) for at, cell in enumerate(cells, 1)
         ]
-        print(f"{name}\n{GAP}{GAP.join(aligned)}".rstrip())
+        print(name)
+        write_line(GAP + GAP.join(aligned).rstrip(), indent=2 * GAP)
 
 
-def write_problems(problems: Sequence[WaybillError], notices: Sequence[str] = ()) -> None:
-    """Notices, then problems, on stderr."""
-    for notice in notices:
+def write_line(text: str, indent: str = GAP) -> None:
+    """A line of words on stdout, broken between them where the terminal ends; what follows is indented."""
+    text = printable(text)
+    if len(text) > width():
+        text = textwrap.fill(
+            text,
+            width(),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+    print(text)
+
+
+def write_problems(problems: Sequence[WaybillError], notices: Sequence[str] = (), *, quiet: bool = False) -> None:
+    """Notices, unless they are not wanted, then problems, on stderr."""
+    for notice in () if quiet else notices:
         print(printable(f"note: {notice}"), file=sys.stderr)
     for problem in problems:
         print(problem, file=sys.stderr)

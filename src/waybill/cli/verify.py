@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from waybill.cli.options import AsJson, Quiet
 from waybill.cli.progress import Progress
-from waybill.cli.render import size, write_json, write_problems
+from waybill.cli.render import size, write_json, write_line, write_problems
 from waybill.errors import printable
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def verify(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Prove every weight equal to this checkpoint's, value by value.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Prove a package: graph, files and digests agree, it runs, and with --checkpoint its weights are the original's.
 
@@ -31,25 +33,28 @@ def verify(
     from waybill.onnx.verify.entries import read_entries
 
     nbytes = read_entries(package).nbytes * (1 if checkpoint is None else 2)
-    with Progress("verifying", nbytes) as advance:
+    with Progress("verifying", nbytes, wanted=not (quiet or as_json)) as advance:
         report = waybill.verify(package, checkpoint, progress=advance)
     if as_json:
-        write_json(report.as_dict())
+        write_json("verify", report.as_dict())
     elif report.problems:
         write_problems(report.problems)
     else:
-        _write(report)
+        _write(report, quiet)
     if report.problems:
         raise typer.Exit(1)
 
 
-def _write(report: Report) -> None:
-    print(f"{report.initializers} initializers, {size(report.data_bytes)}: in place, every digest right")
+def _write(report: Report, quiet: bool) -> None:
+    write_line(f"{report.initializers} initializers, {size(report.data_bytes)}: in place, every digest right")
     if report.weights is not None:
-        print(f"{report.weights} weights equal the checkpoint value by value, {report.sources} tensors accounted for")
+        write_line(
+            f"{report.weights} weights equal the checkpoint value by value, {report.sources} tensors accounted for"
+        )
     for name, outcome in report.runs.items():
-        print(printable(f"{name}: {outcome}"))
+        write_line(f"{name}: {outcome}")
     if report.dropped:
         print(f"{len(report.dropped)} tensors dropped by rule")
     times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.seconds.items())
-    print(f"proven: {printable(str(report.package))}; {times}", file=sys.stderr)
+    if not quiet:
+        print(f"proven: {printable(str(report.package))}; {times}", file=sys.stderr)
