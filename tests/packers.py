@@ -88,7 +88,7 @@ def opened(folder: Path, file: str) -> Iterator[tuple[dict[str, TensorHeader], R
     """The headers of one file, and a reader of it."""
     header = read_header(folder / file, file)
     tensors = {tensor.name: tensor for tensor in header.tensors}
-    shard = Shard(file, header.size, header.mtime_ns, len(tensors))
+    shard = Shard.of(file, header)
     with RangeReader(Checkpoint(folder, {}, {}, tensors, (shard,))) as reader:
         yield tensors, reader
 

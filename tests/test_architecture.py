@@ -211,6 +211,14 @@ def test_what_runs_strangers_code_is_imported_nowhere(file: str) -> None:
     assert {"eval", "exec", "torch.load", "np.load", "compile", "__import__"}.isdisjoint(calls)
 
 
+@all_files
+def test_files_are_read_and_never_mapped(file: str) -> None:
+    """Of a mapped file that is truncated the kernel tells by ending the process (SIGBUS); of a read one, in words."""
+    code = re.sub(r"^import mmap$", "", ast.unparse(tree(file)), flags=re.MULTILINE)
+    mapping = re.findall(r"mmap\.?\w*|memmap|mmap_mode|torch\.from_file|UntypedStorage", code)
+    assert set(mapping) <= {"mmap.PAGESIZE"}
+
+
 def test_inspecting_and_planning_load_neither_torch_nor_transformers() -> None:
     script = (
         "import sys, waybill, waybill.overview, waybill.cli.app, waybill.plan.fold, waybill.engine.target\n"

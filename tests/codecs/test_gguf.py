@@ -51,7 +51,8 @@ def written(folder: Path, block_type: str, raw: Array) -> tuple[TensorHeader, Ch
         "w", block_type, (*raw.shape[:-1], raw.shape[-1] // nbytes * elements), "w.bin", 0, raw.nbytes
     )
     stat = (folder / "w.bin").stat()
-    return header, Checkpoint(folder, {}, {}, {"w": header}, (Shard("w.bin", stat.st_size, stat.st_mtime_ns, 1),))
+    shard = Shard("w.bin", stat.st_size, stat.st_mtime_ns, stat.st_ino, 1)
+    return header, Checkpoint(folder, {}, {}, {"w": header}, (shard,))
 
 
 def values(weight: AffinePackedWeight, checkpoint: Checkpoint) -> Array:

@@ -257,7 +257,7 @@ def test_a_changed_file_is_refused_however_often_it_is_tried(tmp_path: Path) -> 
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
     with RangeReader(plan.checkpoint) as reader:
         for _ in range(2):
-            with pytest.raises(FileChanged, match="another size or modification time"):
+            with pytest.raises(FileChanged, match="another file, size or modification time"):
                 list(stream(plan.bindings, reader, dirty))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from waybill.checkpoint.header import TensorHeader, read_header
+from waybill.checkpoint.header import FileHeader, TensorHeader, read_header
 from waybill.checkpoint.jsonfile import read_object
 from waybill.errors import (
     BadIndex,
@@ -31,12 +32,22 @@ FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file: its name, its size in bytes, and its modification time when the header was read."""
+    """One weight file: its name, and its size, modification time and inode when the header was read."""
 
     name: str
     size: int
     mtime_ns: int
+    inode: int
     tensors: int
+
+    @classmethod
+    def of(cls, name: str, header: FileHeader) -> Shard:
+        """The file a header was read from."""
+        return cls(name, header.size, header.mtime_ns, header.inode, len(header.tensors))
+
+    def is_file(self, stat: os.stat_result) -> bool:
+        """Whether this still is the file whose header was read."""
+        return (stat.st_size, stat.st_mtime_ns, stat.st_ino) == (self.size, self.mtime_ns, self.inode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +285,7 @@ def _read_shards(root: Path, names: list[str], findings: Findings) -> tuple[dict
         except CheckpointError as error:
             findings.problems.append(error)
             continue
-        shards.append(Shard(name, header.size, header.mtime_ns, len(header.tensors)))
+        shards.append(Shard.of(name, header))
         for tensor in header.tensors:
             if tensor.name in tensors:
                 findings.problems.append(duplicate(tensors[tensor.name], tensor))

@@ -165,7 +165,7 @@ def read_gguf(path: Path, file: str) -> GgufHeader:
         expected = "metadata and tensors that lie inside the file, each once"
         raise _bad(file, "a GGUF header is malformed", expected, str(error)) from None
     _check_length(file, tensors, data, stat.st_size, _alignment(metadata))
-    return GgufHeader(metadata, FileHeader(tensors, stat.st_size, stat.st_mtime_ns))
+    return GgufHeader(metadata, FileHeader(tensors, stat.st_size, stat.st_mtime_ns, stat.st_ino))
 
 
 def _parse(cursor: _Cursor, file: str) -> tuple[dict[str, Any], list[TensorHeader], int]:

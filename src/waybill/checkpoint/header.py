@@ -46,6 +46,7 @@ class FileHeader(NamedTuple):
     tensors: list[TensorHeader]
     size: int
     mtime_ns: int
+    inode: int
 
 
 _DISGUISES = (
@@ -109,7 +110,7 @@ def read_header(path: Path, file: str) -> FileHeader:
         ) from None
     if end != stat.st_size:
         raise _wrong_length(file, expected=end, found=stat.st_size)
-    return FileHeader(tensors, stat.st_size, stat.st_mtime_ns)
+    return FileHeader(tensors, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 def _parse(text: bytes, file: str, data_start: int) -> tuple[list[TensorHeader], int]:

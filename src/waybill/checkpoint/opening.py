@@ -79,7 +79,7 @@ def _read_gguf(path: Path) -> Checkpoint:
             findings.problems.append(error)
             continue
         metadata = metadata or header.metadata  # the others repeat only what splits them
-        shards.append(Shard(name, header.file.size, header.file.mtime_ns, len(header.file.tensors)))
+        shards.append(Shard.of(name, header.file))
         for tensor in header.file.tensors:
             if tensor.name in tensors:
                 findings.problems.append(duplicate(tensors[tensor.name], tensor))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from waybill.checkpoint.folder import Checkpoint
 from waybill.errors import FileChanged
+
+ANOTHER = "another file, size or modification time than before"
+BLOCK = 1 << 20
+"""Bytes of a small file that are copied at once."""
 
 
 class RangeReader:
@@ -73,6 +79,20 @@ class RangeReader:
         with self._lock:
             self.bytes_read += done
 
+    def confirm(self) -> None:
+        """What has been read is one checkpoint: every file still is the one whose header was read.
+
+        Raises:
+            FileChanged: a file was written to, replaced or removed since.
+        """
+        for file, shard in self._shards.items():
+            try:
+                same = shard.is_file((self._root / file).stat())
+            except OSError as error:
+                raise self._changed(file, error.strerror or str(error)) from error
+            if not same:
+                raise self._changed(file, ANOTHER)
+
     def _open(self, file: str) -> int:
         with self._lock:
             descriptor = self._descriptors.get(file)
@@ -82,18 +102,46 @@ class RangeReader:
                     descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise self._changed(file, error.strerror or str(error)) from error
-                stat = os.fstat(descriptor)
-                if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                if not shard.is_file(os.fstat(descriptor)):
                     os.close(descriptor)
-                    raise self._changed(file, "another size or modification time than when its header was read")
+                    raise self._changed(file, ANOTHER)
                 self._descriptors[file] = descriptor
         return descriptor
 
     def _changed(self, file: str, found: str) -> FileChanged:
-        return FileChanged(
-            "a weight file changed or failed while it was being read",
-            where=file,
-            expected=f"the {self._shards[file].size:,} bytes its header describes",
-            found=found,
-            fix="let the download finish, check the disk, and load again",
-        )
+        return _changed(file, f"the {self._shards[file].size:,} bytes its header describes", found)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a small file as it is at one moment.
+
+    Raises:
+        FileChanged: it was written to or replaced meanwhile, or could not be read.
+        OSError: the target cannot be written.
+    """
+    with target.open("xb") as copy:
+        copy.writelines(_blocks(source))
+
+
+def _blocks(source: Path) -> Iterator[bytes]:
+    expected = "the file as it was when it was opened"
+    try:
+        with source.open("rb") as stream:
+            before = os.fstat(stream.fileno())
+            while block := stream.read(BLOCK):
+                yield block
+        after = source.stat()
+    except OSError as error:
+        raise _changed(str(source), expected, error.strerror or str(error)) from error
+    if any(getattr(before, each) != getattr(after, each) for each in ("st_size", "st_mtime_ns", "st_ino")):
+        raise _changed(str(source), expected, ANOTHER)
+
+
+def _changed(where: str, expected: str, found: str) -> FileChanged:
+    return FileChanged(
+        "a file changed or failed while it was being read",
+        where=where,
+        expected=expected,
+        found=found,
+        fix="let the download finish, check the disk, and try again",
+    )

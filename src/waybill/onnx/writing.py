@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,9 @@ import onnx_ir as ir
 from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
-from waybill.errors import CannotLink, NoTokenizer
+from waybill.checkpoint.jsonfile import read_object
+from waybill.checkpoint.reader import copy_whole
+from waybill.errors import CannotLink, FileChanged, NoTokenizer
 from waybill.onnx import gate
 from waybill.onnx.bill import component_bill, package_bill
 from waybill.onnx.component import Component
@@ -79,7 +80,17 @@ def _write_companions(plan: Plan, staging: Path) -> None:
     if checkpoint.metadata is None:
         for name in TRAVELS:
             if (checkpoint.root / name).is_file():
-                shutil.copyfile(checkpoint.root / name, staging / name)
+                copy_whole(checkpoint.root / name, staging / name)
+        planned = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
+        for name, content in planned.items():
+            if (read_object(staging / name) if (staging / name).exists() else {}) != content:
+                raise FileChanged(
+                    "a file is not what was planned from",
+                    where=str(checkpoint.root / name),
+                    expected="what it held when the export began",
+                    found="something else",
+                    fix="let the download finish, and export again",
+                )
         return
     config = plan.require_clean()
     facts = {key: value for key, value in checkpoint.config.items() if "." not in key}

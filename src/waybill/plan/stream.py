@@ -57,7 +57,7 @@ def stream(
     binding, if larger) are being filled ahead of the consumer, plus CHUNK bytes of scratch a thread.
 
     Raises:
-        FileChanged: a file is not the one the plan was made from.
+        FileChanged: a file is not the one the plan was made from, or no longer is when all has been read.
         CastOverflow: a finite value is infinite in the target dtype, or a packed weight could be.
         BadScales: the scales of a packed weight are not finite, or zero for a whole group.
         NonFiniteWeight: `check_finite` was asked for and found NaN or infinity.
@@ -93,6 +93,7 @@ def stream(
                 waiting.append((binding, result, [pool.submit(job) for job in _jobs(binding, reader, result)]))
             while waiting:
                 yield finish()
+            reader.confirm()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
