@@ -18,9 +18,9 @@ WaybillError
 │   ├── IncompleteWeight    PackingMismatch    UnboundParameter
 │   └── ExpertMismatch      IllegalParallelism UnsupportedByRuntime
 ├── PackageError            writing, opening or proving a package
-│   ├── TargetExists        CannotWrite        CannotLink
-│   ├── UnboundPackage      BadPackage         PackageMismatch
-│   └── MissingRuntime
+│   ├── TargetExists        TargetBusy         CannotWrite
+│   ├── CannotLink          UnboundPackage     BadPackage
+│   └── PackageMismatch     MissingRuntime
 └── RunError                found while bytes move or tokens are made
     ├── NonFiniteWeight     ZeroPointMismatch  BadScales         CastOverflow
     ├── InexactScales
@@ -41,6 +41,8 @@ class WaybillError(Exception):
     """Its name in the catalogue, and in JSON."""
     exit_code: ClassVar[int] = 1
     """How a command that is refused so ends."""
+    speaks: bool | None = None
+    """Whether this tensor-parallel rank reports it; None is what every rank finds alike, and the first one reports."""
 
     def __init_subclass__(cls, code: str = "") -> None:
         if code:
@@ -278,6 +280,13 @@ class TargetExists(PackageError, code="target-exists"):
     """
 
 
+class TargetBusy(PackageError, code="target-busy"):
+    """Another export is writing to the same target.
+
+    Of a process that has ended nothing stays locked.
+    """
+
+
 class CannotWrite(PackageError, code="cannot-write"):
     """A package or a report cannot be written: no space, no permission, no such folder, or a failing disk.
 
@@ -351,7 +360,12 @@ class BadOption(RunError, code="bad-option"):
 
 
 class OtherRankFailed(RunError, code="other-rank-failed"):
-    """Another tensor-parallel rank could not load its share; that rank says why."""
+    """Another tensor-parallel rank refused to load its share, or ended; it is named.
+
+    Of several that ended one after the other, the first to end is named.
+    """
+
+    speaks = True
 
 
 class DeviceUnavailable(RunError, code="device-unavailable"):

@@ -8,9 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,26 +60,7 @@ def raising(number: int) -> Callable[..., Any]:
     return fail
 
 
-# Killed.
-
-
-@pytest.mark.parametrize("mode", ["copy", "link"])
-@pytest.mark.parametrize("before", ["new", "overwrite"])
-def test_a_killed_export_leaves_nothing_or_a_whole_package(before: str, mode: str, checkpoint: Path) -> None:
-    script, out = Path(__file__).with_name("killed.py"), checkpoint.parent / "place" / "package"
-    command = [sys.executable, script, checkpoint, out, before, mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stderr == ""
-    *killed, lived = map(json.loads, done.stdout.splitlines())
-    assert len(killed) > 20
-    assert {each["status"] for each in killed} == {signal.SIGKILL}
-    assert lived["beside"] == ["package"]  # what the killed ones left has been removed
-    before_it = killed[0]["out"]
-    assert bool(before_it) == (before == "overwrite")
-    assert before_it != lived["out"]
-    for each in killed:
-        assert each["out"] in (before_it, lived["out"])
-        assert len(set(each["beside"]) - {"package"}) <= 1  # of the killed one alone
+# Interrupted; tests/faults has every step killed and failing.
 
 
 def test_an_interrupted_export_leaves_nothing(narrow: Path, place: Path) -> None:
@@ -103,33 +81,6 @@ def test_an_interrupted_command_ends_with_130(
     monkeypatch.setattr(os, "fsync", interrupt)
     code, out, _ = run(monkeypatch, capsys, "export", checkpoint, place)
     assert (code, out, beside(place)) == (130, "", [])
-
-
-def test_a_running_export_is_not_taken_for_a_leftover(narrow: Path, place: Path) -> None:
-    """Two at once, to the same place: one of them is told that the other was faster."""
-    begun, may_end = threading.Event(), threading.Event()
-
-    def slow(_: int) -> None:
-        begun.set()
-        may_end.wait(30)
-
-    told: list[BaseException] = []
-
-    def save() -> None:
-        try:
-            waybill.build(narrow).save(place, progress=slow)
-        except TargetExists as error:
-            told.append(error)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    begun.wait(30)
-    waybill.build(narrow).save(place)
-    whole = contents(place)
-    may_end.set()
-    thread.join()
-    assert len(told) == 1
-    assert (beside(place), contents(place)) == (["package"], whole)
 
 
 # Full, forbidden, failing.
@@ -155,25 +106,6 @@ def test_files_that_cannot_grow_are_cannot_write(
     assert (code, out, beside(place)) == (1, "", [])
     assert "the package cannot be written [cannot-write]" in err
     assert "File too large" in err
-
-
-@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "truncate", "fsync", "mkdir", "rename", "open"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_whatever_call_fails_the_error_is_told_and_nothing_stays(
-    call: str, number: int, checkpoint: Path, place: Path, monkeypatch: Patch
-) -> None:
-    package = waybill.build(checkpoint)
-    real = getattr(os, call)
-
-    def failing(path: Any, *arguments: Any, **options: Any) -> Any:
-        written = call != "open" or str(path).endswith(".data")
-        return raising(number)() if written else real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, call, failing)
-    with pytest.raises(CannotWrite) as refused:
-        package.save(place)
-    assert (refused.value.code, refused.value.found) == ("cannot-write", os.strerror(number))
-    assert beside(place) == []
 
 
 def test_an_export_that_fails_leaves_the_old_package_as_it_was(narrow: Path, place: Path, monkeypatch: Patch) -> None:
