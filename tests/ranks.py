@@ -19,7 +19,8 @@ from waybill.plan.stream import stream
 
 def torchrun(size: int, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *args]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from waybill.cli import compare, export, generate, inspect, plan, verify
 from waybill.cli.outcome import in_json
-from waybill.errors import CastOverflow, FileChanged, NonFiniteWeight, WaybillError
+from waybill.errors import WaybillError
 
 app = typer.Typer(
     name="waybill",
@@ -61,14 +61,14 @@ def _streams() -> None:
 def main() -> None:
     """Run a command; a refusal is its text and exit code 1, never a traceback."""
     _streams()
+    rank = os.environ.get("RANK", "0")
+    speaker = "" if rank == "0" else f"rank {rank}: "
     gc.disable()  # what is imported, planned and loaded lives as long as the command does
     try:
         app()
     except WaybillError as error:
-        # What headers reveal, every rank finds alike, and one says it. What reading reveals may be one rank's alone.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or isinstance(error, (FileChanged, CastOverflow, NonFiniteWeight)):
-            print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
+        if error.speaks or (error.speaks is None and not speaker):
+            print(f"{speaker}{error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -77,11 +77,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except MemoryError as error:
-        print(f"stopped: there is not enough memory; {error}".removesuffix("; "), file=sys.stderr)
+        print(f"{speaker}stopped: there is not enough memory; {error}".removesuffix("; "), file=sys.stderr)
         sys.exit(1)
     except OSError as error:  # a full disk behind our output; what a command reads and writes has refusals of its own
         with suppress(OSError):
-            print(f"stopped by the operating system: {error}", file=sys.stderr)
+            print(f"{speaker}stopped by the operating system: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is still held back fails again on the way out
         sys.exit(1)
     finally:

@@ -158,22 +158,23 @@ def _load(
     """Everything that can be refused cheaply is, before weights are read."""
     import waybill
     from waybill.checkpoint import read_checkpoint
-    from waybill.engine.distributed import get_tp_info
+    from waybill.engine.distributed import agreeing, get_tp_info
     from waybill.engine.load import load_model
 
     tp = get_tp_info()
-    opened = read_checkpoint(checkpoint, dequantize=loading.dequantize)
-    bill = waybill.plan(opened, tp=tp.size, rank=tp.rank, dtype=loading.dtype)
-    bill.require_clean()
-    tokenizer, encoded = encode(checkpoint, request)
-    if bill.config and bill.config.text:
-        text = bill.config.text
-        check_request(
-            encoded,
-            request.max_new_tokens,
-            vocab_size=text.vocab_size,
-            max_position=text.rotary_config.max_position,
-        )
+    with agreeing():
+        opened = read_checkpoint(checkpoint, dequantize=loading.dequantize)
+        bill = waybill.plan(opened, tp=tp.size, rank=tp.rank, dtype=loading.dtype)
+        bill.require_clean()
+        tokenizer, encoded = encode(checkpoint, request)
+        if bill.config and bill.config.text:
+            text = bill.config.text
+            check_request(
+                encoded,
+                request.max_new_tokens,
+                vocab_size=text.vocab_size,
+                max_position=text.rotary_config.max_position,
+            )
     speaks = speaks and not (request.quiet or request.as_json)
     if speaks:
         write_problems((), bill.notices)

@@ -13,12 +13,12 @@ import torch
 from waybill.api import plan
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
 from waybill.config import ModelConfig
-from waybill.engine.distributed import all_agree, get_tp_info
+from waybill.engine.distributed import agreeing, all_agree, get_tp_info
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.engine.layers.rotary import set_rope_device
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
-from waybill.errors import DeviceUnavailable, OtherRankFailed, WaybillError
+from waybill.errors import DeviceUnavailable
 from waybill.families.decoder import HEAD
 from waybill.plan import Binding, Plan
 from waybill.plan.collection import uncollected
@@ -84,9 +84,10 @@ def load_model(
     progress: Progress = lambda _: None,
 ) -> CausalLM:
     """Load this rank's share of a checkpoint; see `waybill.load`. `bill` saves planning twice."""
-    place = _device(device)
-    bill = bill or _plan(path, dtype)
-    config = bill.require_clean()
+    with agreeing():
+        place = _device(device)
+        bill = bill or _plan(path, dtype)
+        config = bill.require_clean()
     if not isinstance(config, ModelConfig):
         raise TypeError(f"a clean plan for the engine of a {config.model_type} model")
     set_rope_device(place)
@@ -94,30 +95,18 @@ def load_model(
         model = create_model(config, bill.packings)
     with RangeReader(bill.checkpoint) as reader:
         own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
-        with _together(place):
+        with agreeing():
             # All results are kept, so reading ahead without a bound costs nothing.
             ahead = bill.result_bytes
             made = _tensors(own, reader, place, in_flight=ahead, check_finite=check_finite, progress=progress)
             state = dict(made)
         model.load_state_dict(state)
         heads = tuple(binding for binding in bill.bindings if binding.tied_to is not None)
-        if heads and not _equals_table(heads, state, reader, place):
+        if heads and not _equals_table(heads, state, reader):
             _honour(model, heads, reader, place, check_finite)
         state.clear()  # the model's layers may now give up what they rearrange
         model.prepare()
     return model
-
-
-@contextmanager
-def _together(device: torch.device) -> Iterator[None]:
-    """What fails on one rank fails on all: no rank waits for one that has left, and the one that knows why says so."""
-    try:
-        yield
-    except WaybillError:
-        all_agree(False, device)
-        raise
-    if not all_agree(True, device):
-        raise OtherRankFailed("another rank refused its share of the weights", fix="see what that rank printed")
 
 
 def _plan(path: Checkpoint | str | Path, dtype: str | None) -> Plan:
@@ -160,13 +149,11 @@ def _rows_of(tensor: torch.Tensor) -> Callable[[int, int], Array]:
     return lambda start, stop: _bytes_of(tensor[start:stop])
 
 
-def _equals_table(
-    heads: tuple[Binding, ...], state: Mapping[str, torch.Tensor], reader: RangeReader, device: torch.device
-) -> bool:
+def _equals_table(heads: tuple[Binding, ...], state: Mapping[str, torch.Tensor], reader: RangeReader) -> bool:
     """Whether a head that is stored though the config ties it has the embedding's bytes, on every rank."""
-    with _together(device):
+    with agreeing():
         same = all(equals(head, reader, _rows_of(state[head.tied_to].cpu())) for head in heads if head.tied_to)
-    return all_agree(same, device)
+    return all_agree(same)
 
 
 def _honour(
@@ -175,7 +162,7 @@ def _honour(
     """The file's head is not the embedding: it gets a weight of its own."""
     model.lm_head.untie()
     stem = HEAD.removesuffix("weight")
-    with _together(device):
+    with agreeing():
         tensors = dict(_tensors(heads, reader, device, check_finite=check_finite))
     model.lm_head.load_state_dict({name.removeprefix(stem): tensor for name, tensor in tensors.items()})
 

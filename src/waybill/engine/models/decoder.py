@@ -92,7 +92,7 @@ class CausalLM(BaseOP):
             super().load_state_dict(state)
             return
         same = all(other is not None and a.shape == other.shape and torch.equal(a, other) for a, other in pairs)
-        if all_agree(same, next(iter(head.values())).device):
+        if all_agree(same):
             super().load_state_dict({name: tensor for name, tensor in state.items() if name not in head})
             return
         self.lm_head.untie()
