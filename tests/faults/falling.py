@@ -103,7 +103,16 @@ def rank(number: int, scene: Scene, port: int, checkpoint: Path, folder: Path) -
 
 
 def generate(checkpoint: Path) -> None:
-    sys.argv = ["waybill", "generate", str(checkpoint), "--prompt", "w5", "-n", "20"]
+    sys.argv = [
+        "waybill",
+        "generate",
+        str(checkpoint),
+        "--prompt",
+        "w5",
+        "-n",
+        "20",
+        "--quiet",
+    ]  # no progress, which comes and goes with time
     main()
 
 

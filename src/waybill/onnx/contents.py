@@ -77,7 +77,7 @@ def _as_checkpoint(root: Path, entries: list[Entry]) -> Checkpoint:
     for file in sorted({entry.file for entry in entries}):
         stat = locate(root, file).stat()
         held = sum(tensor.file == file for tensor in tensors.values())
-        shards.append(Shard(file, stat.st_size, stat.st_mtime_ns, held))
+        shards.append(Shard(file, stat.st_size, stat.st_mtime_ns, stat.st_ino, held))
     generation = root / "generation_config.json"
     generation_config = read_object(generation) if generation.exists() else {}
     return Checkpoint(root, read_object(root / "config.json"), generation_config, tensors, tuple(shards))
