@@ -10,7 +10,7 @@ from datetime import date
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import composite, decode, load, machine, onnx_decode, onnx_export, packed, startup
+from benchmarks import composite, decode, load, machine, onnx_decode, onnx_export, packed, remote, startup
 from benchmarks.measure import Bystanders, Row, Runs
 
 README = Path(__file__).parent / "README.md"
@@ -21,6 +21,7 @@ Suite = Callable[[int, Runs], Iterable[Row]]
 
 SUITES: dict[str, tuple[Suite, int]] = {
     "headers": (lambda runs, _: load.headers(runs), 5),
+    "remote": (lambda runs, _: remote.rows(runs), 5),
     "load": (lambda runs, _: load.rows(runs), 5),
     "packed": (packed.rows, 5),
     "startup": (lambda runs, _: startup.rows(runs), 5),

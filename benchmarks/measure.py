@@ -60,7 +60,7 @@ class Failed(RuntimeError):
     """A process that ended with an error, and the last line it wrote."""
 
 
-def process(*arguments: str, python: str = sys.executable) -> Sample:
+def process(*arguments: str, python: str = sys.executable, **variables: str) -> Sample:
     """Run Python with these arguments; the whole process's wall time, peak resident bytes, and output.
 
     This process stays small and without torch: on Linux a child's peak starts at what its parent had used.
@@ -68,7 +68,7 @@ def process(*arguments: str, python: str = sys.executable) -> Sample:
     with tempfile.TemporaryFile() as errors:  # a pipe that nobody reads would stop a process that says much
         start = time.perf_counter()
         child = subprocess.Popen(
-            [python, *arguments], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=errors
+            [python, *arguments], cwd=ROOT, env=_environment() | variables, stdout=subprocess.PIPE, stderr=errors
         )
         output = child.stdout.read() if child.stdout else b""
         _, status, usage = os.wait4(child.pid, 0)

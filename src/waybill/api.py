@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 def open(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
-    """Describe a checkpoint from headers and config files; no weight byte is read.
+    """Describe a checkpoint from headers and config files; no weight byte is read, and of a hub's none is fetched.
 
     Args:
-        path: a folder with config.json and safetensors, or a GGUF file.
+        path: a folder with config.json and safetensors, or a GGUF file; or a text that is no path here: ORG/NAME,
+            ORG/NAME@REVISION or ORG/NAME/FILE.gguf on Hugging Face. What later reads weights downloads the files it
+            needs, through huggingface_hub's cache.
         dequantize: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
 
     Raises:
         NotACheckpoint: there is no such file or folder, or the folder has no config.json.
+        HubError: the hub does not give what is needed.
         Refused: with every problem of its files.
     """
     checkpoint = read_checkpoint(path, dequantize=dequantize)
@@ -58,7 +61,7 @@ def plan(
     """Write the waybill: one binding per parameter of the target, totals, and `problems`, from headers alone.
 
     Args:
-        checkpoint: an opened checkpoint, a folder, or a GGUF file.
+        checkpoint: an opened checkpoint, or what `open` takes.
         target: what to plan for, "torch" or "onnx".
         tp: tensor-parallel ranks.
         rank: which of them this plan is for.
@@ -118,7 +121,8 @@ def dequantize(record: WeightRecord) -> Array:
     """
     from waybill.plan.stream import dequantized
 
-    with RangeReader(record.origin) as reader:
+    origin = record.origin.fetched({record.origin.tensors[name].file for name in record.tensors})
+    with RangeReader(origin) as reader:
         return dequantized(record.storage, reader)
 
 
@@ -159,11 +163,12 @@ def build(
     logits: str = "last",
     link: bool = False,
     widen_mxfp4: bool = False,
+    bring: Callable[[Plan], Plan] = Plan.fetched,
 ) -> ModelPackage:
     """A checkpoint as an ONNX package: the graph now, the weights when it is saved.
 
     Args:
-        path: an opened checkpoint, a folder, or a GGUF file.
+        path: an opened checkpoint, or what `open` takes.
         load_weights: without them the package is a skeleton, whose `save` is refused unless asked for.
         dtype: of activations and float weights; float32 on a CPU unless told.
         ep: what will run it, "cpu" or "cuda".
@@ -171,9 +176,11 @@ def build(
         logits: "last" for each request's last position, "all" for scoring.
         link: the package will be saved with `link=True`.
         widen_mxfp4: make experts that are 4-bit floats 8-bit integers of the same values, twice as large.
+        bring: how the files of a clean plan come from a hub to this disk; by default nothing shows it.
 
     Raises:
         BadOption: an unknown option.
+        HubError: the hub does not give what is needed.
         MissingRuntime: what `waybill[onnx]` installs is not there.
         Refused: the plan does not add up, or the chosen provider could not run the result; nothing was read.
     """
@@ -188,6 +195,8 @@ def build(
         raise _bad_option("unknown choice of logits", "last | all", repr(logits))
     bill = plan(path, "onnx", dtype=dtype, ep=ep, link=link, widen_mxfp4=widen_mxfp4)
     options = Options(ep=ep, exact=exact, all_logits=logits == "all")
+    bill.require_clean()
+    bill = bring(bill) if load_weights else bill.fetched(files=())
     return ModelPackage(build_components(bill, options, load_weights=load_weights))
 
 
@@ -232,6 +241,7 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     from waybill.onnx.verify.decoding import StoredTensors
     from waybill.onnx.verify.origin import Origin
 
+    checkpoint = checkpoint.fetched({shard.name for shard in checkpoint.shards})
     family, problems = family_of(checkpoint.config), list(checkpoint.problems)
     policy = family.policy(checkpoint, problems)
     config, found, _ = family.read(checkpoint.config)

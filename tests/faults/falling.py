@@ -103,16 +103,8 @@ def rank(number: int, scene: Scene, port: int, checkpoint: Path, folder: Path) -
 
 
 def generate(checkpoint: Path) -> None:
-    sys.argv = [
-        "waybill",
-        "generate",
-        str(checkpoint),
-        "--prompt",
-        "w5",
-        "-n",
-        "20",
-        "--quiet",
-    ]  # no progress, which comes and goes with time
+    # quiet: progress comes and goes with time
+    sys.argv = ["waybill", "generate", str(checkpoint), "--prompt", "w5", "-n", "20", "--quiet"]
     main()
 
 

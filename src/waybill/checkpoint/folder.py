@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from waybill.checkpoint.header import FileHeader, TensorHeader, read_header
+from waybill.checkpoint.files import Files, Folder, Progress, Remote, escape, is_kind, leaves
+from waybill.checkpoint.header import FileHeader, TensorHeader
 from waybill.checkpoint.jsonfile import read_object
 from waybill.errors import (
     BadIndex,
     CheckpointError,
     DuplicateTensor,
+    FileChanged,
     MissingShard,
     MissingTensor,
     NoSafetensors,
     NotACheckpoint,
-    PathEscape,
     WaybillError,
     some,
 )
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_ENDING = ".safetensors.index.json"
+INDEX_NAME = f"model{INDEX_ENDING}"
 SIDE_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """Where older quantizers state their metadata, and some newer ones repeat it."""
 FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
@@ -32,7 +34,10 @@ FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file: its name, and its size, modification time and inode when the header was read."""
+    """One weight file: its name, and its size, modification time and inode when the header was read.
+
+    Time and inode are 0 of a file that lies on a hub.
+    """
 
     name: str
     size: int
@@ -68,15 +73,61 @@ class Checkpoint:
     dequantize: bool = False
     """Whether whoever reads it asked for floats where blocks have no exact packed form."""
 
+    remote: Remote | None = field(default=None, repr=False, compare=False)
+    """The hub that weight files can be brought from."""
+
+    @property
+    def location(self) -> Path:
+        """What to open to read it again: its folder, or its GGUF file."""
+        return self.root if self.metadata is None or not self.shards else self.root / self.shards[0].name
+
+    @property
+    def place(self) -> str:
+        """Its folder's name; the id and the commit of what lies in a Hugging Face cache."""
+        real = self.root.resolve()
+        kind, *parts = real.parent.parent.name.split("--")
+        return f"{'/'.join(parts)}@{real.name}" if kind == "models" and real.parent.name == "snapshots" else real.name
+
     @property
     def name(self) -> str:
-        """What the checkpoint is called: its folder, or its file."""
-        return self.root.resolve().name if self.metadata is None or not self.shards else self.shards[0].name
+        """What the checkpoint is called: its place, or its file."""
+        return self.place if self.location == self.root else self.location.name
 
     @property
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pending(self, files: Collection[str]) -> int:
+        """Bytes that `fetched` would bring."""
+        return 0 if self.remote is None else self.remote.pending(files)
+
+    def fetched(self, files: Collection[str], progress: Progress = lambda _: None) -> Checkpoint:
+        """The checkpoint with these weight files, and the small ones that go with any, on this disk.
+
+        Raises:
+            HubError: they cannot be brought.
+            FileChanged: one of them is not what its header was read from.
+        """
+        if self.remote is None:
+            return self
+        self.remote.fetch(files, progress)
+        return replace(self, shards=tuple(self._arrived(s) if s.name in files else s for s in self.shards))
+
+    def _arrived(self, shard: Shard) -> Shard:
+        folder = Folder(self.root)
+        header = folder.header(shard.name) if self.metadata is None else folder.gguf(shard.name).file
+        same = len(header.tensors) == shard.tensors and all(self.tensors.get(t.name) == t for t in header.tensors)
+        if header.size != shard.size or not same:
+            raise FileChanged(
+                "a weight file is not the one whose header was read",
+                where=shard.name,
+                expected=f"{shard.tensors} tensors in {shard.size:,} bytes, as the hub's header said",
+                found=f"{len(header.tensors)} tensors in {header.size:,} bytes"
+                + ("" if same else ", and not the same tensors"),
+                fix=f"remove {self.root.parent.parent} from the cache, and run again",
+            )
+        return Shard.of(shard.name, header)
 
 
 @dataclass(slots=True)
@@ -96,13 +147,18 @@ def read_folder(path: str | Path) -> Checkpoint:
     root = Path(path)
     if not is_kind(Path.is_dir, root) or not is_kind(Path.exists, root / "config.json"):
         raise _not_a_checkpoint(root)
-    findings = Findings()
+    return describe(Folder(root))
+
+
+def describe(files: Files) -> Checkpoint:
+    """Describe the checkpoint that files with a config.json make."""
+    root, findings = files.root, Findings()
     config = _json(root / "config.json", findings)
     generation = root / "generation_config.json"
     generation_config = _json(generation, findings) if generation.exists() else {}
     side_files = {name: _json(root / name, findings) for name in SIDE_FILES if (root / name).exists()}
-    names, promised = _weight_files(root, findings)
-    tensors, shards = _read_shards(root, names, findings)
+    names, promised = _weight_files(files, findings)
+    tensors, shards = _read_shards(files, names, findings)
     if promised is not None:
         _compare_with_index(promised, tensors, shards, findings)
     return Checkpoint(
@@ -117,14 +173,6 @@ def read_folder(path: str | Path) -> Checkpoint:
     )
 
 
-def is_kind(kind: Callable[[Path], bool], path: Path) -> bool:
-    """`path.is_file()` and the like, false also for a name no file system takes."""
-    try:
-        return kind(path)
-    except (OSError, ValueError):
-        return False
-
-
 def _not_a_checkpoint(root: Path) -> NotACheckpoint:
     if is_kind(Path.is_dir, root):
         found = "a folder without config.json"
@@ -136,7 +184,7 @@ def _not_a_checkpoint(root: Path) -> NotACheckpoint:
         fix = f"point at its folder, {root.parent}"
     else:
         found = "nothing there"
-        fix = "check the path; download the checkpoint first, for example with `hf download ORG/MODEL --local-dir DIR`"
+        fix = "check the path; a checkpoint on Hugging Face is ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf"
     return NotACheckpoint(
         "not a checkpoint",
         where=str(root),
@@ -154,16 +202,16 @@ def _json(path: Path, findings: Findings) -> dict[str, Any]:
         return {}
 
 
-def _weight_files(root: Path, findings: Findings) -> tuple[list[str], dict[str, str] | None]:
+def _weight_files(files: Files, findings: Findings) -> tuple[list[str], dict[str, str] | None]:
     """File names to read, and the index's map from tensor to file when there is an index."""
-    present = sorted(p.name for p in root.glob("*.safetensors"))
+    present = sorted(name for name in files.names() if name.endswith(".safetensors"))
     adapters = [name for name in present if name.startswith("adapter_")]
     for name in adapters:
         findings.notices.append(f"{name}: adapter ignored, its weights are not applied")
     present = [name for name in present if name not in adapters]
-    index = root / INDEX_NAME
+    index = files.root / INDEX_NAME
     if not index.exists():
-        others = sorted(root.glob("*.safetensors.index.json"))
+        others = sorted(files.root.glob(f"*{INDEX_ENDING}"))
         if len(others) == 1:
             index = others[0]
     if index.exists():
@@ -174,9 +222,9 @@ def _weight_files(root: Path, findings: Findings) -> tuple[list[str], dict[str, 
         extra = [name for name in present if name not in set(names)]
         if extra:
             findings.notices.append(f"ignored, not in {index.name}: {', '.join(extra)}")
-        return _on_disk(root, names, index.name, findings), promised
+        return _held(files, names, index.name, findings), promised
     if not present:
-        findings.problems.append(_no_safetensors(root))
+        findings.problems.append(_no_safetensors(files))
     return present, None
 
 
@@ -205,14 +253,13 @@ def _read_index(path: Path, findings: Findings) -> dict[str, str] | None:
     return weight_map
 
 
-def _on_disk(root: Path, names: list[str], index: str, findings: Findings) -> list[str]:
+def _held(files: Files, names: list[str], index: str, findings: Findings) -> list[str]:
     """Keep the listed names that exist inside the folder; report the rest all at once."""
     good, missing = [], []
     for name in names:
-        parts = Path(name).parts
-        if not name or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
-            findings.problems.append(_escape(name, index, "a path that leaves the folder"))
-        elif not is_kind(Path.is_file, root / name):
+        if leaves(name):
+            findings.problems.append(escape(name, index, "a path that leaves the folder"))
+        elif not files.holds(name):
             missing.append(name)
         else:
             good.append(name)
@@ -229,61 +276,34 @@ def _on_disk(root: Path, names: list[str], index: str, findings: Findings) -> li
     return good
 
 
-def _escape(name: str, where: str, found: str) -> PathEscape:
-    return PathEscape(
-        "a weight file lies outside the checkpoint folder",
-        where=f"{where}: {name}",
-        expected="a file inside the folder",
-        found=found,
-        fix="copy the file into the folder, or name its real folder",
-    )
-
-
-def _no_safetensors(root: Path) -> NoSafetensors:
-    foreign = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN and p.is_file())
+def _no_safetensors(files: Files) -> NoSafetensors:
+    foreign = sorted(name for name in files.names() if Path(name).suffix in FOREIGN and files.holds(name))
     fix = "download the weights of this model"
-    if (root / "waybill.json").is_file():
+    if files.holds("waybill.json"):
         fix = "this is a package that was exported: give it to `waybill verify` or `waybill generate`"
     elif foreign:
         fix = "this tool reads safetensors only and never unpickles; convert with transformers' save_pretrained"
     return NoSafetensors(
         "no safetensors weights here",
-        where=str(root),
+        where=files.place,
         expected="model.safetensors, or shards with model.safetensors.index.json",
         found=some(foreign) or "no weight files",
         fix=fix,
     )
 
 
-def _allowed_roots(root: Path) -> list[Path]:
-    """Where a weight file may really lie: the folder, or the blob store when it is a Hugging Face cache snapshot."""
-    real = root.resolve()
-    roots = [real]
-    if real.parent.name == "snapshots":
-        roots.append(real.parent.parent / "blobs")
-    return roots
+def _read_shards(files: Files, names: list[str], findings: Findings) -> tuple[dict[str, TensorHeader], list[Shard]]:
+    def read(name: str) -> FileHeader | CheckpointError:
+        try:
+            return files.header(name)
+        except CheckpointError as error:
+            return error
 
-
-def _read_shards(root: Path, names: list[str], findings: Findings) -> tuple[dict[str, TensorHeader], list[Shard]]:
-    allowed = _allowed_roots(root)
     tensors: dict[str, TensorHeader] = {}
     shards: list[Shard] = []
-    for name in names:
-        try:
-            real = (root / name).resolve()
-        except (OSError, RuntimeError):  # a link that leads to itself
-            findings.problems.append(_broken_link(name, root))
-            continue
-        if not any(real.is_relative_to(place) for place in allowed):
-            findings.problems.append(_escape(name, "folder", f"a link to {real}"))
-            continue
-        if not real.exists():
-            findings.problems.append(_broken_link(name, root))
-            continue
-        try:
-            header = read_header(real, name)
-        except CheckpointError as error:
-            findings.problems.append(error)
+    for name, header in zip(names, files.each(read, names), strict=True):
+        if isinstance(header, CheckpointError):
+            findings.problems.append(header)
             continue
         shards.append(Shard.of(name, header))
         for tensor in header.tensors:
@@ -292,16 +312,6 @@ def _read_shards(root: Path, names: list[str], findings: Findings) -> tuple[dict
             else:
                 tensors[tensor.name] = tensor
     return tensors, shards
-
-
-def _broken_link(name: str, root: Path) -> MissingShard:
-    return MissingShard(
-        "a weight file is a link that leads nowhere: incomplete download?",
-        where=name,
-        expected="a file",
-        found=f"a link to {(root / name).readlink()}" if (root / name).is_symlink() else "nothing",
-        fix="download the file again; `hf download` resumes where it stopped",
-    )
 
 
 def duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:

@@ -154,18 +154,25 @@ def read_gguf(path: Path, file: str) -> GgufHeader:
     try:
         with path.open("rb") as stream:
             stat = os.fstat(stream.fileno())
-            start = stream.read(64)
-            if not start.startswith(MAGIC):
-                raise _not_gguf(file, start, stat.st_size)
-            stream.seek(0)
-            metadata, tensors, data = _parse(_Cursor(stream, stat.st_size), file)
+            header = gguf_of(stream, file, stat.st_size)
+            return header._replace(file=header.file.read_from(stat))
     except OSError as error:
         raise _bad(file, "a GGUF file cannot be read", "a readable file", error.strerror or str(error)) from error
+
+
+def gguf_of(stream: BinaryIO, file: str, size: int) -> GgufHeader:
+    """Read and check the header at the beginning of a stream of `size` bytes; see `read_gguf`."""
+    start = stream.read(64)
+    if not start.startswith(MAGIC):
+        raise _not_gguf(file, start, size)
+    stream.seek(0)
+    try:
+        metadata, tensors, data = _parse(_Cursor(stream, size), file)
     except _Broken as error:
         expected = "metadata and tensors that lie inside the file, each once"
         raise _bad(file, "a GGUF header is malformed", expected, str(error)) from None
-    _check_length(file, tensors, data, stat.st_size, _alignment(metadata))
-    return GgufHeader(metadata, FileHeader(tensors, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    _check_length(file, tensors, data, size, _alignment(metadata))
+    return GgufHeader(metadata, FileHeader(tensors, size))
 
 
 def _parse(cursor: _Cursor, file: str) -> tuple[dict[str, Any], list[TensorHeader], int]:

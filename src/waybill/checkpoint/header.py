@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from waybill.checkpoint.jsonfile import parse_object
 from waybill.errors import BadHeader, CheckpointError, NotSafetensors, WrongLength
@@ -41,12 +41,16 @@ class TensorHeader(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """All tensors of one file in file order, and what identifies the file they were read from."""
+    """All tensors of one file in file order, and what identifies the file if it is on this disk."""
 
     tensors: list[TensorHeader]
     size: int
-    mtime_ns: int
-    inode: int
+    mtime_ns: int = 0
+    inode: int = 0
+
+    def read_from(self, stat: os.stat_result) -> FileHeader:
+        """The header, as that of the file with this status."""
+        return self._replace(mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
 
 
 _DISGUISES = (
@@ -85,11 +89,7 @@ def read_header(path: Path, file: str) -> FileHeader:
     try:
         with path.open("rb") as stream:
             stat = os.fstat(stream.fileno())
-            prefix = stream.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > min(stat.st_size - 8, MAX_HEADER_BYTES):
-                raise _unreadable(file, stat.st_size, prefix + stream.read(56), length)
-            text = stream.read(length)
+            return header_of(stream, file, stat.st_size).read_from(stat)
     except OSError as error:
         raise BadHeader(
             "a shard cannot be read",
@@ -98,6 +98,15 @@ def read_header(path: Path, file: str) -> FileHeader:
             found=error.strerror or str(error),
             fix="check the file's permissions and the disk",
         ) from error
+
+
+def header_of(stream: BinaryIO, file: str, size: int) -> FileHeader:
+    """Read and check the header at the beginning of a stream of `size` bytes; see `read_header`."""
+    prefix = stream.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise _unreadable(file, size, prefix + stream.read(56), length)
+    text = stream.read(length)
     try:
         tensors, end = _parse(text, file, data_start=8 + length)
     except ValueError as error:
@@ -108,9 +117,9 @@ def read_header(path: Path, file: str) -> FileHeader:
             found=str(error),
             fix="download this file again; if it stays so, the file was written wrongly",
         ) from None
-    if end != stat.st_size:
-        raise _wrong_length(file, expected=end, found=stat.st_size)
-    return FileHeader(tensors, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if end != size:
+        raise _wrong_length(file, expected=end, found=size)
+    return FileHeader(tensors, size)
 
 
 def _parse(text: bytes, file: str, data_start: int) -> tuple[list[TensorHeader], int]:

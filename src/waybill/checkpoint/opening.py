@@ -1,4 +1,4 @@
-"""A checkpoint from whatever a path names: a folder, or a GGUF file with the others it was split into."""
+"""A checkpoint from whatever a user names: a folder, a GGUF file with the others it was split into, or an id."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from waybill.checkpoint.folder import Checkpoint, Findings, Shard, duplicate, is_kind, read_folder
+from waybill.checkpoint.files import Files, Folder, is_kind
+from waybill.checkpoint.folder import Checkpoint, Findings, Shard, describe, duplicate, read_folder
 from waybill.checkpoint.gguf import MAGIC, read_gguf
 from waybill.checkpoint.header import TensorHeader
+from waybill.checkpoint.hub import open_hub
+from waybill.checkpoint.hubid import HubId, hub_id
 from waybill.checkpoint.metadata import FREQUENCIES, config_of, generation_of
 from waybill.errors import CheckpointError, MissingShard, some
 
@@ -23,13 +26,31 @@ _PIECE = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 def read_checkpoint(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
     """Describe the checkpoint at `path` without reading a weight; problems are collected, not raised.
 
+    A path that is there is read. Another text, unless it is a Path, that has the form of a Hugging Face id is looked
+    for on the hub, of which config files and headers are fetched, and no weights.
+
     `dequantize`: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
 
     Raises:
-        NotACheckpoint: `path` is neither a folder holding a config.json nor a GGUF file.
+        NotACheckpoint: `path` is neither a folder holding a config.json, nor a GGUF file, nor an id.
+        HubError: the hub does not give what is needed.
     """
-    file = Path(path)
-    return replace(_read_gguf(file) if is_gguf(file) else read_folder(file), dequantize=dequantize)
+    file, named = Path(path), hub_id(path) if isinstance(path, str) else None
+    if named is not None and not is_kind(Path.exists, file):
+        found = _read_hub(named)
+    else:
+        found = _read_gguf(Folder(file.parent), file.name) if is_gguf(file) else read_folder(file)
+        if named is not None:
+            found = replace(found, notices=(*found.notices, f"{path} is read from this disk, not from the hub"))
+    return replace(found, dequantize=dequantize)
+
+
+def _read_hub(named: HubId) -> Checkpoint:
+    files = open_hub(named)
+    found = _read_gguf(files, Path(named.file).name) if named.file else describe(files)
+    if isinstance(files, Folder):  # nobody was asked: what the cache holds is all there is
+        return found
+    return replace(found, remote=files, notices=(*found.notices, files.summary()))
 
 
 def is_gguf(path: Path) -> bool:
@@ -51,30 +72,29 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is no whole GGUF file.
     """
-    first = path.with_name(_pieces(path)[0])
+    first = path.with_name(_pieces(path.name)[0])
     return read_gguf(first, first.name).metadata
 
 
-def _pieces(path: Path) -> list[str]:
+def _pieces(file: str) -> list[str]:
     """The names of all files of a model, from the name of one."""
-    split = _PIECE.fullmatch(path.name)
+    split = _PIECE.fullmatch(file)
     if split is None or int(split[3]) == 0:
-        return [path.name]
+        return [file]
     return [f"{split[1]}-{number:05d}-of-{split[3]}.gguf" for number in range(1, int(split[3]) + 1)]
 
 
-def _read_gguf(path: Path) -> Checkpoint:
-    findings, root = Findings(), path.parent
-    names = _pieces(path)
-    present = [name for name in names if is_kind(Path.is_file, root / name)]
+def _read_gguf(files: Files, file: str) -> Checkpoint:
+    findings, names = Findings(), _pieces(file)
+    present = [name for name in names if files.holds(name)]
     if len(present) < len(names):
-        findings.problems.append(_incomplete(path, names, present))
+        findings.problems.append(_incomplete(f"{files.place}/{file}", names, present))
     metadata: dict[str, Any] = {}
     tensors: dict[str, TensorHeader] = {}
     shards: list[Shard] = []
     for name in present:
         try:
-            header = read_gguf(root / name, name)
+            header = files.gguf(name)
         except CheckpointError as error:
             findings.problems.append(error)
             continue
@@ -85,8 +105,8 @@ def _read_gguf(path: Path) -> Checkpoint:
                 findings.problems.append(duplicate(tensors[tensor.name], tensor))
             tensors.setdefault(tensor.name, tensor)
     return Checkpoint(
-        root,
-        config_of(metadata, tensors, _factors(root, tensors)) if shards and len(present) == len(names) else {},
+        files.root,
+        config_of(metadata, tensors, _factors(files, tensors)) if shards and len(present) == len(names) else {},
         generation_of(metadata),
         tensors,
         tuple(shards),
@@ -95,7 +115,7 @@ def _read_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _factors(root: Path, tensors: Mapping[str, TensorHeader]) -> tuple[float, ...] | None:
+def _factors(files: Files, tensors: Mapping[str, TensorHeader]) -> tuple[float, ...] | None:
     """The factors of the rotary frequencies: a fact of the config that some files keep as a small tensor."""
     header = tensors.get(FREQUENCIES)
     if header is None:
@@ -103,19 +123,17 @@ def _factors(root: Path, tensors: Mapping[str, TensorHeader]) -> tuple[float, ..
     if header.dtype != "F32" or header.nbytes > MOST_FACTORS * 4:
         return ()
     try:
-        with (root / header.file).open("rb") as stream:
-            stream.seek(header.offset)
-            octets = stream.read(header.nbytes)
+        octets = files.octets(header.file, header.offset, header.nbytes)
     except OSError:
         return ()
     return struct.unpack(f"<{len(octets) // 4}f", octets)
 
 
-def _incomplete(path: Path, names: list[str], present: list[str]) -> MissingShard:
+def _incomplete(where: str, names: list[str], present: list[str]) -> MissingShard:
     missing = sorted(set(names) - set(present))
     return MissingShard(
         f"{len(missing)} of the {len(names)} files this model was split into are not here: incomplete download?",
-        where=str(path),
+        where=where,
         expected=some(missing),
         found=f"{len(present)} of {len(names)} files",
         fix="download the missing files into the same folder",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from waybill.checkpoint import read_checkpoint
 from waybill.cli.options import AsJson, Dequantize, Quiet
-from waybill.cli.progress import Progress
+from waybill.cli.progress import Progress, download
 from waybill.cli.render import size, write_json, write_line, write_problems, write_table
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a GGUF file.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, a GGUF file, or a Hugging Face id.")],
     output: Annotated[Path, typer.Argument(help="The package's folder, made by this command.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; float32 by default on a CPU.")
@@ -49,7 +50,10 @@ def export(
 
     require_free(output, overwrite=overwrite)
     opened = read_checkpoint(checkpoint, dequantize=dequantize)
-    package = waybill.build(opened, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link, widen_mxfp4=widen_mxfp4)
+    bring = partial(download, wanted=not (quiet or as_json))
+    package = waybill.build(
+        opened, dtype=dtype, ep=ep, exact=exact, logits=logits, link=link, widen_mxfp4=widen_mxfp4, bring=bring
+    )
     if not as_json:
         write_problems((), package.notices, quiet=quiet)
     with Progress("writing", package.nbytes, wanted=not (quiet or as_json)) as advance:

@@ -13,7 +13,7 @@ import typer
 from waybill.cli.answers import Request, answer, encode
 from waybill.cli.options import AsJson, Dequantize, Quiet
 from waybill.cli.package import Media, refuse_choices_of_the_export, run_package
-from waybill.cli.progress import Progress
+from waybill.cli.progress import Progress, download
 from waybill.cli.render import count, write_problems
 from waybill.errors import BadOption, BadRequest
 from waybill.text.request import Sampling, check_request
@@ -36,7 +36,7 @@ class Loading(NamedTuple):
 
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint folder, a GGUF file, or a package that was exported.")
+        str, typer.Argument(help="A checkpoint folder, a GGUF file, a Hugging Face id, or an exported package.")
     ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="The text to continue; repeat for a batch.")
@@ -86,9 +86,9 @@ def generate(
         as_json=as_json,
         quiet=quiet,
     )
-    if is_package(checkpoint):
+    if is_package(Path(checkpoint)):
         refuse_choices_of_the_export(dtype, device, check_finite, dequantize)
-        run_package(checkpoint, request, media)
+        run_package(Path(checkpoint), request, media)
     elif media.image or media.audio:
         raise _no_media(media)
     else:
@@ -127,7 +127,7 @@ def _prompts(prompt: list[str] | None, file: Path | None, *, optional: bool) -> 
     return prompts
 
 
-def _run_checkpoint(checkpoint: Path, request: Request, loading: Loading) -> None:
+def _run_checkpoint(checkpoint: str, request: Request, loading: Loading) -> None:
     from waybill.engine.distributed import get_tp_info, join_group, leave_group
     from waybill.engine.generate import generate as run
     from waybill.text.tokenizer import stop_tokens
@@ -153,20 +153,29 @@ def _run_checkpoint(checkpoint: Path, request: Request, loading: Loading) -> Non
 
 
 def _load(
-    checkpoint: Path, request: Request, loading: Loading, speaks: bool
+    checkpoint: str, request: Request, loading: Loading, speaks: bool
 ) -> tuple[CausalLM, Tokenizer, Plan, list[list[int]], float]:
     """Everything that can be refused cheaply is, before weights are read."""
     import waybill
     from waybill.checkpoint import read_checkpoint
     from waybill.engine.distributed import agreeing, get_tp_info
-    from waybill.engine.load import load_model
+    from waybill.engine.load import fetch, load_model
+    from waybill.plan import Plan
+    from waybill.text.gguf import tokenizer_of
 
     tp = get_tp_info()
+    speaks = speaks and not (request.quiet or request.as_json)
+    bring = partial(download, wanted=speaks)
     with agreeing():
         opened = read_checkpoint(checkpoint, dequantize=loading.dequantize)
         bill = waybill.plan(opened, tp=tp.size, rank=tp.rank, dtype=loading.dtype)
         bill.require_clean()
-        tokenizer, encoded = encode(checkpoint, request)
+        if opened.remote is not None and opened.metadata is not None:
+            tokenizer_of(opened.metadata, opened.name)
+    # The tokenizer comes before the weights, unless they are one file, and is judged first: prompts may be refused.
+    bill = fetch(bill, partial(Plan.fetched, files=()) if opened.metadata is None else bring)
+    with agreeing():
+        tokenizer, encoded = encode(opened.location, request)
         if bill.config and bill.config.text:
             text = bill.config.text
             check_request(
@@ -175,13 +184,13 @@ def _load(
                 vocab_size=text.vocab_size,
                 max_position=text.rotary_config.max_position,
             )
-    speaks = speaks and not (request.quiet or request.as_json)
     if speaks:
         write_problems((), bill.notices)
+    bill = fetch(bill, bring)
     start = time.perf_counter()
     with Progress("loading", bill.result_bytes, wanted=speaks) as advance:
         model = load_model(
-            opened, device=loading.device, check_finite=loading.check_finite, bill=bill, progress=advance
+            bill.checkpoint, device=loading.device, check_finite=loading.check_finite, bill=bill, progress=advance
         )
     seconds = time.perf_counter() - start
     if speaks:

@@ -13,7 +13,9 @@ from waybill.cli.render import size, write_json, write_problems, write_table
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or a GGUF file.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder with config.json and safetensors, a GGUF file, or a Hugging Face id.")
+    ],
     dequantize: Dequantize = False,
     html: Annotated[Path | None, HTML] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
@@ -21,6 +23,8 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint is: model, sizes, shards, ties, legal TP sizes, problems. Reads headers only.
+
+    Of a Hugging Face id, ORG/NAME or ORG/NAME@REVISION, nothing else is downloaded.
 
     Example: waybill inspect ./Qwen3-0.6B --html report.html
     """

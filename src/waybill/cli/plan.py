@@ -21,7 +21,7 @@ SOME = 4
 
 
 def plan(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a GGUF file.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, a GGUF file, or a Hugging Face id.")],
     target: Annotated[str, typer.Option(help="What the weights are for: torch or onnx.")] = "torch",
     tp: Annotated[int, typer.Option(help="Number of tensor-parallel ranks.", min=1)] = 1,
     rank: Annotated[int, typer.Option(help="The rank to plan for.", min=0)] = 0,

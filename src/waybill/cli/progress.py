@@ -6,9 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from waybill.cli.render import is_terminal, size
+
+if TYPE_CHECKING:
+    from waybill.plan import Plan
 
 
 class Progress:
@@ -46,3 +49,12 @@ class Progress:
             seconds = time.perf_counter() - self._start
             rate = f"{seconds:.2f} s, {size(self._total / max(seconds, 1e-9))}/s"
             print("stopped" if kind else rate, file=sys.stderr, flush=True)
+
+
+def download(bill: Plan, *, wanted: bool = True) -> Plan:
+    """The plan over files on this disk: those it reads are brought, if they lie on a hub."""
+    total = bill.checkpoint.pending(bill.files)
+    if not total:
+        return bill.fetched()
+    with Progress("downloading", total, wanted=wanted) as advance:
+        return bill.fetched(advance)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def verify(
     package: Annotated[Path, typer.Argument(help="A package folder, as waybill export wrote it.")],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Prove every weight equal to this checkpoint's, value by value.")
+        str | None, typer.Option(help="Prove every weight equal to this checkpoint's, value by value.")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

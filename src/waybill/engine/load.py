@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from waybill.api import plan
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
 from waybill.config import ModelConfig
-from waybill.engine.distributed import agreeing, all_agree, get_tp_info
+from waybill.engine.distributed import agreeing, all_agree, broadcast, get_tp_info
 from waybill.engine.dtypes import TORCH_DTYPES
 from waybill.engine.layers.rotary import set_rope_device
 from waybill.engine.models.decoder import CausalLM
 from waybill.engine.models.register import create_model
-from waybill.errors import DeviceUnavailable
+from waybill.errors import DeviceUnavailable, FileChanged
 from waybill.families.decoder import HEAD
 from waybill.plan import Binding, Plan
 from waybill.plan.collection import uncollected
@@ -53,11 +54,8 @@ def cached_load_hf_config(path: str | Path) -> dict[str, Any]:
 
 def download_hf_weight(model: str) -> Path:
     """The folder of a checkpoint, or a GGUF file: a local one as it is, a Hugging Face id through the hub's cache."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    checkpoint = read_checkpoint(model)
+    return checkpoint.fetched({shard.name for shard in checkpoint.shards}).location
 
 
 def load_weight(path: str | Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,6 +67,7 @@ def load_weight(path: str | Path, device: torch.device) -> Iterator[tuple[str, t
         Refused: the plan does not add up; nothing was read.
     """
     bill = _plan(path, None)
+    bill = bill.fetched()
     with RangeReader(bill.checkpoint) as reader:
         yield from _tensors(bill.bindings, reader, device)
 
@@ -93,6 +92,7 @@ def load_model(
     set_rope_device(place)
     with torch.device("meta"), torch_dtype(TORCH_DTYPES[bill.dtype]):
         model = create_model(config, bill.packings)
+    bill = fetch(bill)
     with RangeReader(bill.checkpoint) as reader:
         own = tuple(binding for binding in bill.bindings if binding.tied_to is None)
         with agreeing():
@@ -107,6 +107,26 @@ def load_model(
         state.clear()  # the model's layers may now give up what they rearrange
         model.prepare()
     return model
+
+
+def fetch(bill: Plan, bring: Callable[[Plan], Plan] = Plan.fetched) -> Plan:
+    """The plan over files on this disk, brought from a hub on all ranks or on none; of one commit, or not at all.
+
+    Raises:
+        HubError, CannotWrite: they cannot be brought.
+        FileChanged: the first rank has them from elsewhere.
+        OtherRankFailed: another rank cannot bring them.
+    """
+    remote, place = bill.checkpoint.remote is not None, bill.checkpoint.place
+    with agreeing():
+        own = zlib.crc32(place.encode()) if remote else 0
+        if int(broadcast(torch.tensor([own]))) != own:
+            raise FileChanged(
+                "the checkpoint changed on the hub while the ranks asked for it", where=place,
+                expected="one commit on all ranks", found="another than the first rank's",
+                fix="run again, or give the commit after an @",
+            )  # fmt: skip
+        return bring(bill) if remote else bill
 
 
 def _plan(path: Checkpoint | str | Path, dtype: str | None) -> Plan:

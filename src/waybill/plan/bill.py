@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from waybill.checkpoint import Checkpoint
+from waybill.checkpoint.files import Progress
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.config.composite import Config
 from waybill.errors import Refused, WaybillError
@@ -108,6 +109,19 @@ class Plan:
     def consumed(self) -> int:
         """Stored tensors that at least one parameter is made from."""
         return len({source for binding in self.bindings for source in binding.sources})
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """The files this rank reads from."""
+        return frozenset(self.checkpoint.tensors[source].file for b in self.bindings for source in b.sources)
+
+    def fetched(self, progress: Progress = lambda _: None, *, files: Collection[str] | None = None) -> Plan:
+        """The same plan over files on this disk: those it reads, or these, are brought from the hub if they lie there.
+
+        Raises:
+            HubError, CannotWrite, FileChanged: they cannot be.
+        """
+        return replace(self, checkpoint=self.checkpoint.fetched(self.files if files is None else files, progress))
 
     def require_clean(self) -> Config:
         """Raise Refused with every problem, if there is any; else the config, which a plan without problems has."""
