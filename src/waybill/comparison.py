@@ -51,6 +51,15 @@ class Side:
     weights: Mapping[str, WeightRecord]
     layouts: Mapping[str, Layout]
 
+    @property
+    def files(self) -> set[str]:
+        """The names of its weight files."""
+        return {shard.name for shard in self.checkpoint.shards}
+
+    def fetched(self, progress: Progress = lambda _: None) -> Side:
+        """The same with its weight files on this disk, brought from the hub if they lie there."""
+        return replace(self, checkpoint=self.checkpoint.fetched(self.files, progress))
+
 
 def compare(
     a: str | Path,
@@ -63,7 +72,7 @@ def compare(
     """Compare two checkpoints, two packages, or one with the other.
 
     Args:
-        a: a folder, or a GGUF file.
+        a: a package, or what `open` takes.
         b: the other one.
         values: compare what packed weights mean, too. Of a checkpoint and a package, which share no tensors, values
             are always compared, and tensors never.
@@ -74,7 +83,8 @@ def compare(
         WaybillError: one of them cannot be read, as `open` and `verify` say it.
         MissingRuntime: one is a package, and what `waybill[onnx]` installs is not there.
     """
-    return compare_sides(read_side(a, dequantize), read_side(b, dequantize), values=values, progress=progress)
+    one, other = read_side(a, dequantize), read_side(b, dequantize)
+    return compare_sides(one.fetched(), other.fetched(), values=values, progress=progress)
 
 
 def read_side(path: str | Path, dequantize: bool = False) -> Side:
@@ -92,7 +102,7 @@ def read_side(path: str | Path, dequantize: bool = False) -> Side:
 
 
 def compare_sides(a: Side, b: Side, *, values: bool, progress: Progress = lambda _: None) -> Comparison:
-    """The same of what was described already."""
+    """The same of what was described already, and lies on this disk."""
     for side in (a, b):
         _require_shallow(side)
     alike = a.is_package == b.is_package

@@ -174,3 +174,15 @@ def test_ranks_that_were_told_of_two_commits_are_refused(hub: Hub, monkeypatch: 
         load.fetch(bill, "cpu")
     assert raised.value.what == "the checkpoint changed on the hub while the ranks asked for it"
     assert hub.weight_bytes == 2 * HEADER_BYTES
+
+
+def test_compare_downloads_an_id_and_says_where_a_folder_differs(
+    hub: Hub, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    code, out, err = run(monkeypatch, capsys, "compare", REPO, hub.folder)
+    assert (code, out) == (0, "21 tensors of the same name compared\nthe same\n")
+    assert err.startswith("downloading ")
+    other = llama(np.float32, eos_token_id=3).write(tmp_path / "other", shard_of=lambda name: int("layers.1" in name))
+    code, out, err = run(monkeypatch, capsys, "compare", REPO, other)
+    assert (code, "downloading" in err) == (3, False)
+    assert "config.json: eos_token_id  2  3" in out

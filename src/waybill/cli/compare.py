@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from waybill.cli.options import AsJson, Dequantize, Quiet
 from waybill.cli.progress import Progress
 from waybill.cli.render import count, write_json, write_line, write_table
-from waybill.comparison import compare_sides, read_side, work
+from waybill.comparison import Side, compare_sides, read_side, work
 from waybill.differences import Comparison, Difference, Stored
 
 DIFFER = 3
@@ -24,8 +23,8 @@ TITLES = {"config": "settings", "components": "components", "layouts": "layouts"
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, or a package that was exported.")],
-    b: Annotated[Path, typer.Argument(help="What it is compared with.")],
+    a: Annotated[str, typer.Argument(help="A checkpoint, a Hugging Face id, or a package that was exported.")],
+    b: Annotated[str, typer.Argument(help="What it is compared with.")],
     values: Annotated[
         bool, typer.Option("--values", help="Also by value: the largest difference of each weight, packed or float.")
     ] = False,
@@ -42,15 +41,22 @@ def compare(
 
     Example: waybill compare ./Qwen3-0.6B ./Qwen3-0.6B-GPTQ --values
     """
-    sides = read_side(a, dequantize), read_side(b, dequantize)
-    with Progress("comparing", work(*sides, values=values), wanted=not (quiet or as_json)) as advance:
-        comparison = compare_sides(*sides, values=values, progress=advance)
+    described, wanted = (read_side(a, dequantize), read_side(b, dequantize)), not (quiet or as_json)
+    one, other = (_brought(side, wanted) for side in described)
+    with Progress("comparing", work(one, other, values=values), wanted=wanted) as advance:
+        comparison = compare_sides(one, other, values=values, progress=advance)
     if as_json:
         write_json("compare", comparison.as_dict())
     else:
         _write(comparison, None if full else SOME)
     if not comparison.same:
         raise typer.Exit(DIFFER)
+
+
+def _brought(side: Side, wanted: bool) -> Side:
+    total = side.checkpoint.pending(side.files)
+    with Progress("downloading", total, wanted=wanted and total > 0) as advance:
+        return side.fetched(advance)
 
 
 def _write(comparison: Comparison, most: int | None) -> None:
