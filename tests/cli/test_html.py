@@ -125,6 +125,16 @@ def test_a_failing_disk_leaves_what_was_there_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "report.html"]
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next_report(
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    for name in (".report.html.0badcafe.partial", ".other.html.0badcafe.partial"):
+        (tmp_path / name).write_text(MARKER)
+    assert run(monkeypatch, capsys, "inspect", checkpoint, "--html", tmp_path / "report.html")[0] == 0
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [".other.html.0badcafe.partial", "checkpoint", "report.html"]
+
+
 def test_without_a_report_no_template_is_loaded(checkpoint: Path) -> None:
     script = (
         "import sys\nfrom waybill.cli.app import main\ntry: main()\nexcept SystemExit: pass\n"

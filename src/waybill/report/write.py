@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from waybill.errors import CannotWrite, TargetExists
@@ -31,7 +32,7 @@ def require_free(target: Path, *, overwrite: bool) -> None:
 
 
 def write_report(page: str, target: Path, *, overwrite: bool) -> None:
-    """Write beside the place, flush, rename.
+    """Write beside the place, flush, rename. What a killed process left there is removed.
 
     Raises:
         TargetExists, CannotWrite: as above, and for a full disk or a lack of permission; nothing is left behind.
@@ -39,6 +40,8 @@ def write_report(page: str, target: Path, *, overwrite: bool) -> None:
     require_free(target, overwrite=overwrite)
     staging = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
     try:
+        for left in target.parent.glob(f".{escape(target.name)}.*.partial"):
+            left.unlink(missing_ok=True)
         with staging.open("x", encoding="utf-8") as file:
             file.write(page)
             file.flush()
