@@ -15,14 +15,12 @@ _HOLE = re.compile(r"\{([^{}]+)\}")
 def lift(name: str) -> tuple[str, tuple[int, ...]]:
     """A name's key, with `#` for every integer segment, and those integers."""
     indices = []
-    segments = name.split(".")
+    segments = name.replace("#", "##").split(".")
     for at, segment in enumerate(segments):
         # "01" is not how any producer writes an index; it stays a literal and matches nothing.
-        if segment.isdecimal() and segment.isascii() and len(segment) < 10 and str(int(segment)) == segment:
+        if segment.isdecimal() and segment.isascii() and len(segment) < 10 and (segment[0] != "0" or segment == "0"):
             indices.append(int(segment))
             segments[at] = "#"
-        elif "#" in segment:
-            segments[at] = segment.replace("#", "##")
     return ".".join(segments), tuple(indices)
 
 
