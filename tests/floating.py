@@ -115,13 +115,17 @@ def pack_fp8(recipe: Recipe, blocks: Blocks, *, keep: Collection[str] = ()) -> T
     return Twins(packed, dense)
 
 
-def pack_mxfp4(recipe: Recipe) -> Twins:
-    """Banks of experts in 4-bit floats, as gpt-oss lays them out, and their twin; its own float banks lie [E, K, N]."""
+def pack_mxfp4(recipe: Recipe, *, compressed: bool = False) -> Twins:
+    """Banks of experts in 4-bit floats, as gpt-oss lays them out, and their twin; its own float banks lie [E, K, N].
+
+    Or projections, as compressed-tensors lays them out.
+    """
     turned = recipe.config["model_type"] == "gpt_oss"
     packed, dense = Recipe(dict(recipe.config)), Recipe(dict(recipe.config))
     values = np.array([float4(code) for code in range(16)], np.float32)
     for name, tensor in recipe.tensors.items():
-        if ".experts." not in name or name.endswith("_bias"):
+        packs = name.endswith("_proj.weight") if compressed else ".experts." in name and not name.endswith("_bias")
+        if not packs:
             packed.tensors[name] = dense.tensors[name] = tensor
             continue
         matrices = tensor.swapaxes(-1, -2) if turned else tensor
@@ -131,7 +135,16 @@ def pack_mxfp4(recipe: Recipe) -> Twins:
         codes = np.abs(scaled[..., None] - values).argmin(-1).astype(np.uint8)
         plain = (values[codes] * np.float32(2.0) ** powers[..., None]).reshape(matrices.shape)
         dense.tensors[name] = np.ascontiguousarray(plain.swapaxes(-1, -2) if turned else plain)
-        packed.tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        packed.tensors[f"{name}_scales"] = (powers + 127).astype(np.uint8)
-    packed.config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        octets, exponents = codes[..., ::2] | codes[..., 1::2] << 4, (powers + 127).astype(np.uint8)
+        if compressed:
+            packed.tensors |= {f"{name}_packed": octets.reshape(len(tensor), -1), f"{name}_scale": exponents}
+        else:
+            packed.tensors |= {f"{name}_blocks": octets, f"{name}_scales": exponents}
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32, "strategy": "group"}
+    packed.config["quantization_config"] = (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["lm_head"],
+         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+        if compressed
+        else {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )  # fmt: skip
     return Twins(packed, dense)

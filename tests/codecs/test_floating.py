@@ -28,7 +28,7 @@ from waybill.engine.layers.lookup import looked_up
 from waybill.plan.stream import materialize
 from waybill.weights import stored
 from waybill.weights.codebook import CodebookWeight, concat_codebooks, stack_codebooks
-from waybill.weights.dequantize import dequantize_codes, table_of
+from waybill.weights.dequantize import dequantize_codes, table_of, unpack
 
 LAYERS = Path(__file__).parents[1] / "golden" / "layers"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -122,6 +122,37 @@ def test_a_golden_mxfp4_bank_is_reproduced_bit_for_bit() -> None:
         assert same(decoded(again, reader), expected[::-1])
         rows = weight.select(0, 1).narrow(0, 7, 12).narrow(1, 32, 32)
         assert same(decoded(rows, reader), expected[1, 7:19, 32:])
+
+
+def test_a_golden_mxfp4_layer_of_compressed_tensors_is_reproduced_bit_for_bit() -> None:
+    held = load_file(LAYERS / "ct_mxfp4.safetensors")
+    with opened(LAYERS, "ct_mxfp4.safetensors") as (tensors, reader):
+        weight = normalized(CONFIGS["ct_mxfp4"], {role: tensors[role] for role in ("weight_packed", "weight_scale")})
+        assert same(decoded(weight, reader), held["expected_dequant"])
+        assert np.array_equal(unpack(materialize(weight.codes, reader), 4), held["ref.codes"])
+    values = np.array([float4(code) for code in range(16)])[held["ref.codes"]]
+    powers = 2.0 ** (held["ref.e8m0"].astype(np.float64) - 127)
+    assert np.array_equal(values * powers.repeat(32, axis=1), held["expected_dequant"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "role", "expected"),
+    [({"weight_packed": np.zeros((4, 40), np.uint8)}, "weight_packed", "U8[N, K/2]"),
+     ({"weight_packed": np.zeros((4, 32), np.int8)}, "weight_packed", "U8[N, K/2]"),
+     ({"weight_scale": np.ones((4, 3), np.uint8)}, "weight_scale", "U8[4, 2]"),
+     ({"weight_scale": np.ones((4, 2), np.float32)}, "weight_scale", "U8[4, 2]"),
+     ({"weight_zero_point": np.ones((4, 2), np.int8)}, "weight_zero_point", "nothing of that name beside floats")],
+)  # fmt: skip
+def test_a_mxfp4_layer_of_another_form_is_refused(
+    changes: dict[str, Array], role: str, expected: str, tmp_path: Path
+) -> None:
+    parts = {"weight_packed": np.zeros((4, 32), np.uint8), "weight_scale": np.ones((4, 2), np.uint8)} | changes
+    own = layout(CONFIGS["ct_mxfp4"])
+    with written(tmp_path, w=parts) as ((sidecars,), _):
+        (problem,) = CODECS[own.method].check("w", sidecars, own)
+    assert problem.code == "packing-mismatch"
+    assert role in problem.where + problem.found
+    assert expected in problem.expected
 
 
 def test_a_golden_mxfp4_bank_means_what_its_bits_and_formula_say() -> None:

@@ -33,6 +33,7 @@ def bits_of(config: dict[str, Any]) -> int:
 
 
 BY_CONFIG = {name: f"{bits_of(c)} bits" for name, c in INDEX.items() if bits_of(c) in (3, 5, 6, 7)} | {
+    "ct_nvfp4": "nvfp4-pack-quantized: its scales are divided by another scale, and such a quotient is rounded",
     "autoawq_gemv_w4_g64": "gemv",
     "autoawq_gemvfast_w4_g64": "gemv_fast",
 }

@@ -157,6 +157,17 @@ def test_a_group_may_be_the_name_of_a_preset(name: str, bits: int, size: int, sy
     assert (layout.bits, layout.group_size, layout.symmetric) == (bits, size, symmetric)
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "bits", "size"),
+    [("FP8", "float-quantized", 8, (-1, -1)), ("FP8_DYNAMIC", "float-quantized", 8, (1, -1)),
+     ("fp8_block", "float-quantized", 8, (128, 128)), ("MXFP4", "mxfp4-pack-quantized", 4, (1, 32)),
+     ("MXFP4A16", "mxfp4-pack-quantized", 4, (1, 32))],
+)  # fmt: skip
+def test_a_preset_may_be_of_floats(name: str, form: str, bits: int, size: tuple[int, int]) -> None:
+    layout = plan_of(block(format=form, config_groups={name: ["Linear"]})).layout
+    assert (layout.form, layout.bits, layout.block, layout.is_floating) == (form, bits, size, True)
+
+
 # What is for running the model
 
 
@@ -197,23 +208,44 @@ def test_other_floats_are_refused(changes: dict[str, Any], found: str) -> None:
     assert (refused.where, refused.found) == (f"{WHERE}.config_groups.group_0.weights.type", found)
 
 
+MXFP4 = {"type": "float", "num_bits": 4, "symmetric": True, "group_size": 32}
+
+
+def test_4_bit_floats_have_blocks_of_32() -> None:
+    own = plan_of(block(group(**MXFP4), format="mxfp4-pack-quantized")).layout
+    assert (own.bits, own.block, own.form, own.is_floating) == (4, (1, 32), "mxfp4-pack-quantized", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "found"),
+    [({"num_bits": 8}, "type", "float, 8 bits, symmetric"), ({"symmetric": False}, "type", "float, 4 bits, asymmetric"),
+     ({"group_size": 16}, "group_size", "blocks of 1x16"), ({"strategy": "channel"}, "group_size", "blocks of 1x-1")],
+)  # fmt: skip
+def test_other_4_bit_floats_are_refused(changes: dict[str, Any], where: str, found: str) -> None:
+    refused = problem(block(group(**(MXFP4 | changes)), format="mxfp4-pack-quantized"))
+    assert isinstance(refused, UnsupportedQuantization)
+    assert (refused.where, refused.found) == (f"{WHERE}.config_groups.group_0.weights.{where}", found)
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [("mxfp4-pack-quantized", "float"), ("nvfp4-pack-quantized", "float"),
-     ("mxfp8-quantized", "float"), ("marlin-24", "int"), ("dense", "int"),
+    [("nvfp4-pack-quantized", "float"), ("mxfp8-quantized", "float"), ("marlin-24", "int"), ("dense", "int"),
      ("sparse-24-bitmask", "int"), ("fakequant", "int"), ("mixed-precision", "int"), (None, "int"), ("new", "int")],
 )  # fmt: skip
 def test_another_format_is_refused_by_its_name_and_place(form: str | None, kind: str) -> None:
     whole = problem(block(group(type=kind, num_bits=8), format=form))
     assert isinstance(whole, UnsupportedQuantization)
-    assert (whole.where, whole.found) == (f"{WHERE}.format", form or "no format")
-    assert whole.expected == "pack-quantized | int-quantized | naive-quantized | float-quantized"
+    rounded = ": its scales are divided by another scale, and such a quotient is rounded"
+    why = rounded if form == "nvfp4-pack-quantized" else ""
+    assert (whole.where, whole.found) == (f"{WHERE}.format", f"{form or 'no format'}{why}")
+    known = "pack-quantized | int-quantized | naive-quantized | float-quantized | mxfp4-pack-quantized"
+    assert whole.expected == known
     if form is not None:
         own = problem(block(group(type=kind, num_bits=8) | {"format": form}))
-        assert (own.where, own.found) == (f"{WHERE}.config_groups.group_0.format", form)
+        assert (own.where, own.found) == (f"{WHERE}.config_groups.group_0.format", f"{form}{why}")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +257,7 @@ def test_another_format_is_refused_by_its_name_and_place(form: str | None, kind:
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config", "config_groups"),
         ({"config_groups": {}}, "config_groups", "0 targets, and no scheme"),
         ({"config_groups": {"W9A16": ["Linear"]}}, "config_groups.W9A16", "the preset 'W9A16'"),
-        ({"config_groups": {"FP8_DYNAMIC": ["Linear"]}}, "config_groups.FP8_DYNAMIC", "the preset 'FP8_DYNAMIC'"),
+        ({"config_groups": {"NVFP4": ["Linear"]}}, "config_groups.NVFP4", "the preset 'NVFP4'"),
         ({"config_groups": {"UNQUANTIZED": ["Linear"]}}, "config_groups", "1 targets, and no scheme"),
     ],
 )

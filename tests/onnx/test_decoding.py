@@ -25,7 +25,7 @@ LAYERS = GOLDEN / "layers"
 INDEX: dict[str, dict[str, Any]] = {
     entry["file"].removesuffix(".safetensors"): entry["config"]
     for entry in json.loads((LAYERS / "INDEX.json").read_text())
-    if "fp8" not in entry["file"] and "mxfp4" not in entry["file"]  # small floats: a package holds them as such
+    if "fp8" not in entry["file"] and "fp4" not in entry["file"]  # small floats: a package holds them as such
 }
 BANK = "olive_main_moe3d_w4_g32_asym"
 OTHERS = {

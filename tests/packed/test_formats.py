@@ -129,6 +129,7 @@ READ: dict[tuple[str, str], Make] = {
     ("llm-compressor", "`pack-quantized`"): packed(CT),
     ("llm-compressor", "`int-quantized`"): packed(Scheme("ct_int", bits=8)),
     ("llm-compressor", "`float-quantized`"): floating(Blocks(compressed=True)),
+    ("llm-compressor", "`mxfp4-pack-quantized`"): lambda: pack_mxfp4(lively(llama(np.float32)), compressed=True).packed,
     ("llm-compressor", "2 bits"): packed(Scheme("ct", bits=2)),
     ("llm-compressor", "4 bits"): packed(Scheme("ct", bits=4)),
     ("llm-compressor", "8 bits"): packed(Scheme("ct", bits=8)),
@@ -175,7 +176,7 @@ REFUSED: dict[tuple[str, str], tuple[Make, str, str]] = {
             stating(packed(CT), config_groups={"g": compressed_group(CT, ["Linear"]) | {"format": form}}),
             "unsupported-quantization", form,
         )
-        for form in ("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+        for form in ("nvfp4-pack-quantized", "mxfp8-quantized")
     },
     ("llm-compressor", "sparse formats"): (
         stating(packed(CT), sparsity_config={"format": "sparse-bitmask"}), "unsupported-quantization", "sparse-bitmask",

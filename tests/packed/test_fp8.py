@@ -148,6 +148,26 @@ def test_mxfp4_banks_compute_what_float_banks_do(tmp_path: Path) -> None:
     assert state[f"{LAYER}.mlp.experts.gate_up_proj.scales"].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("recipe", [llama, qwen3_moe], ids=["llama", "qwen3_moe"])
+def test_mxfp4_projections_of_compressed_tensors_compute_what_float_ones_do(
+    recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    state = assert_equal(pack_mxfp4(lively(recipe(np.float32)), compressed=True), tmp_path).state_dict()
+    assert {t.dtype for name, t in state.items() if name.endswith((".codes", ".scales"))} == {torch.uint8}
+
+
+def test_mxfp4_experts_of_compressed_tensors_may_be_widened_for_onnx(tmp_path: Path) -> None:
+    twins = pack_mxfp4(lively(qwen3_moe(np.float32)), compressed=True)
+    for name in [name for name in twins.packed.tensors if ".self_attn." in name]:
+        del twins.packed.tensors[name]
+    attention = {name: tensor for name, tensor in twins.dense.tensors.items() if ".self_attn." in name}
+    twins.packed.tensors |= attention
+    twins.packed.config["quantization_config"]["ignore"].append("re:.*self_attn.*")
+    folder = twins.packed.write(tmp_path / "packed")
+    waybill.build(folder, widen_mxfp4=True).save(tmp_path / "package")
+    assert not waybill.verify(tmp_path / "package", folder).problems
+
+
 def test_mxfp4_is_refused_for_onnx_with_what_could_be_offered(tmp_path: Path) -> None:
     folder = pack_mxfp4(lively(qwen3_moe(np.float32, banks=True))).packed.write(tmp_path)
     (problem,) = waybill.plan(folder, "onnx").problems

@@ -13,8 +13,9 @@ from waybill.checkpoint import TensorHeader
 from waybill.codecs.checks import SCALE_DTYPES, act_order, groups_of, misfit, missing_roles
 from waybill.codecs.decoders import Raised, RowBytes, Spread, Witnessed, ZeroPoints
 from waybill.codecs.fp8 import float8_misfits, float8_weight
+from waybill.codecs.mxfp4 import mxfp4_misfits, mxfp4_weight
 from waybill.codecs.protocol import Sidecars
-from waybill.config.quantization import QuantizationConfig
+from waybill.config.quantization import FLOATS4, QuantizationConfig
 from waybill.errors import PackingMismatch, WaybillError
 from waybill.weights.affine import AffineLayout, AffinePackedWeight
 from waybill.weights.lazy import Decoded, Decoder, LazyTensor, stored
@@ -22,7 +23,8 @@ from waybill.weights.record import PackedStorage
 
 
 class CompressedTensors:
-    """weight_packed I32 [N, K·bits/32] or weight I8 or F8 [N, K], weight_scale [N, G], weight_zero_point if asymmetric.
+    """weight_packed I32 [N, K·bits/32], or of 4-bit floats U8 [N, K/2], or weight I8 or F8 [N, K]; weight_scale [N, G];
+    weight_zero_point if asymmetric.
 
     A scale of a whole tensor is a single number, one of blocks [ceil(N/rows), G]. weight_shape, which repeats [N, K],
     and weight_g_idx are looked at when bytes are read.
@@ -33,7 +35,7 @@ class CompressedTensors:
     def check(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> Sequence[WaybillError]:
         """Roles, dtypes, and that N, K and G agree among all of them."""
         if config.is_floating:
-            lost = list(missing_roles(name, sidecars, "weight", "weight_scale"))
+            lost = list(missing_roles(name, sidecars, _codes_of(config), "weight_scale"))
             return lost or list(_floats(name, sidecars, config))
         required = [_codes_of(config), "weight_scale"]
         if not config.symmetric:
@@ -43,6 +45,8 @@ class CompressedTensors:
 
     def normalize(self, name: str, sidecars: Sidecars, config: QuantizationConfig) -> PackedStorage:
         """Words of a row are the canonical bytes, and floats are; signed bytes are, once their sign is turned."""
+        if config.form == FLOATS4:
+            return mxfp4_weight(sidecars["weight_packed"], sidecars["weight_scale"])
         if config.is_floating:
             return float8_weight(sidecars["weight"], sidecars["weight_scale"], config.block)
         outputs, in_features = _size(sidecars, config)
@@ -66,7 +70,7 @@ class CompressedTensors:
 
 
 def _codes_of(config: QuantizationConfig) -> str:
-    return "weight_packed" if config.form == "pack-quantized" else "weight"
+    return "weight_packed" if config.form in ("pack-quantized", FLOATS4) else "weight"
 
 
 def _size(sidecars: Sidecars, config: QuantizationConfig) -> tuple[int, int]:
@@ -111,9 +115,12 @@ def _spread(value: LazyTensor, header: TensorHeader, shape: tuple[int, int], con
 
 
 def _floats(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterator[WaybillError]:
-    """What breaks 8-bit floats: their scales, or a part that belongs to integers."""
-    yield from float8_misfits(name, sidecars, "weight_scale", config)
-    for role in sidecars.keys() - {"weight", "weight_scale"}:
+    """What breaks small floats: their scales, or a part that belongs to integers."""
+    if config.form == FLOATS4:
+        yield from mxfp4_misfits(name, sidecars, config)
+    else:
+        yield from float8_misfits(name, sidecars, "weight_scale", config)
+    for role in sidecars.keys() - {_codes_of(config), "weight_scale"}:
         yield misfit(name, sidecars, role, "nothing of that name beside floats", config)
 
 

@@ -18,6 +18,7 @@ from waybill.weights.lazy import stored
 
 BLOCK = 32
 """Elements of K a scale covers."""
+EXPONENTS = ("U8", "F8_E8M0")
 
 
 class MXFP4:
@@ -44,9 +45,18 @@ def mxfp4_weight(codes: TensorHeader, scales: TensorHeader) -> CodebookWeight:
     )
 
 
+def mxfp4_misfits(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterator[WaybillError]:
+    """What the headers of rows without an axis of blocks break: `weight_packed` and `weight_scale`."""
+    codes, scales = sidecars["weight_packed"], sidecars["weight_scale"]
+    if codes.dtype != "U8" or len(codes.shape) != 2 or 0 in codes.shape or codes.shape[1] % (BLOCK // 2):
+        yield misfit(name, sidecars, "weight_packed", "U8[N, K/2]", config)
+    elif scales.dtype not in EXPONENTS or scales.shape != (codes.shape[0], codes.shape[1] * 2 // BLOCK):
+        yield misfit(name, sidecars, "weight_scale", f"U8[{codes.shape[0]}, {codes.shape[1] * 2 // BLOCK}]", config)
+
+
 def _misfits(name: str, sidecars: Sidecars, config: QuantizationConfig) -> Iterator[WaybillError]:
     blocks, scales = sidecars["blocks"], sidecars["scales"]
     if blocks.dtype != "U8" or len(blocks.shape) not in (3, 4) or blocks.shape[-1] != BLOCK // 2 or 0 in blocks.shape:
         yield misfit(name, sidecars, "blocks", f"U8[N, K/{BLOCK}, {BLOCK // 2}]", config)
-    elif scales.dtype not in ("U8", "F8_E8M0") or scales.shape != blocks.shape[:-1]:
+    elif scales.dtype not in EXPONENTS or scales.shape != blocks.shape[:-1]:
         yield misfit(name, sidecars, "scales", f"U8[{', '.join(map(str, blocks.shape[:-1]))}]", config)

@@ -13,14 +13,18 @@ from typing import Any
 
 from waybill.config.fields import Fields
 from waybill.config.match import compressed_targets
-from waybill.config.quantization import FLOATS, ComponentQuantizationPlan, Override, QuantizationConfig
+from waybill.config.quantization import FLOATS, FLOATS4, ComponentQuantizationPlan, Override, QuantizationConfig
 from waybill.errors import BadConfig, UnsupportedQuantization
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS = "pack-quantized", "int-quantized"
 _FORMATS = {PACKED: PACKED, INTEGERS: INTEGERS, "naive-quantized": INTEGERS}
 """`format` of integer weights to the layout of their tensors."""
-_CODEBOOKS = (FLOATS, "mxfp4-pack-quantized")
+_CODEBOOKS = {FLOATS: 8, "naive-quantized": 8, FLOATS4: 4}
+"""`format` of small floats to their bits."""
+_KNOWN = " | ".join(dict.fromkeys([*_FORMATS, *_CODEBOOKS]))
+_WHY_NOT = {"nvfp4-pack-quantized": "its scales are divided by another scale, and such a quotient is rounded"}
+"""Formats that are refused for a reason of their own."""
 _SCHEME = {"num_bits": 8, "type": "int", "symmetric": True}
 """What a scheme means where it says nothing."""
 _INT_PRESET = re.compile(r"W([2-8])A(4|8|16|FP8)")
@@ -28,6 +32,10 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "W4A16_ASYM": {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False},
     "W8A8": {"num_bits": 8, "strategy": "channel"},
     "INT8": {"num_bits": 8, "strategy": "channel"},
+    "FP8": {"type": "float", "strategy": "tensor"},
+    "FP8_DYNAMIC": {"type": "float", "strategy": "channel"},
+    "FP8_BLOCK": {"type": "float", "strategy": "block", "block_structure": [128, 128]},
+    **{name: {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32} for name in ("MXFP4", "MXFP4A16")},
 }
 """Preset name to a scheme; _INT_PRESET names the rest, which are symmetric in groups of 128."""
 _WHY = "it says how activations are rounded when the model runs; ours are not"
@@ -141,11 +149,11 @@ def _activations(group: Fields) -> Iterator[str]:
 def _layout(group: Fields, weights: Fields) -> QuantizationConfig | None:
     """How the weights of one group lie, or None when they cannot be read."""
     form, kind = str(group.raw.get("format") or group.defaults["format"] or "no format"), weights.text("type")
-    place, key = (group, "format") if group.stated("format") else (_parent(group), "format")
-    if form in _CODEBOOKS or (kind == "float" and form == "naive-quantized"):
-        return _codebook(place, key, form, weights)
+    place = group if group.stated("format") else _parent(group)
+    if form in _CODEBOOKS and (kind == "float" or form not in _FORMATS):
+        return _codebook(form, weights)
     if form not in _FORMATS:
-        _refuse(place, key, f"{' | '.join(_FORMATS)} | {FLOATS}", form)
+        _refuse(place, "format", _KNOWN, f"{form}: {_WHY_NOT[form]}" if form in _WHY_NOT else form)
         return None
     if kind != "int":
         _refuse(weights, "type", "int", kind)
@@ -166,18 +174,20 @@ def _layout(group: Fields, weights: Fields) -> QuantizationConfig | None:
     )
 
 
-def _codebook(place: Fields, key: str, form: str, weights: Fields) -> QuantizationConfig | None:
-    """Weights whose codes stand for floats: those of 8 bits are read, of 4 bits they are known and refused."""
-    if form not in (FLOATS, "naive-quantized"):
-        _refuse(place, key, f"{' | '.join(_FORMATS)} | {FLOATS}", form)
-        return None
+def _codebook(form: str, weights: Fields) -> QuantizationConfig | None:
+    """Weights whose codes stand for floats."""
+    bits = _CODEBOOKS[form]
     stated = (weights.text("type"), weights.integer("num_bits", high=32), weights.boolean("symmetric"))
-    if stated != ("float", 8, True):
+    if stated != ("float", bits, True):
         found = f"{stated[0]}, {stated[1]} bits, {'symmetric' if stated[2] else 'asymmetric'}"
-        _refuse(weights, "type", f"float, 8 bits, symmetric: {form}", found)
+        _refuse(weights, "type", f"float, {bits} bits, symmetric: {form}", found)
         return None
     columns, rows = _blocks(weights)
-    return QuantizationConfig(method=METHOD, bits=8, group_size=columns, symmetric=True, form=FLOATS, scale_rows=rows)
+    if form == FLOATS4 and (rows, columns) != (1, 32):
+        _refuse(weights, "group_size", "32", f"blocks of {rows}x{columns}")
+        return None
+    own = FLOATS4 if form == FLOATS4 else FLOATS
+    return QuantizationConfig(method=METHOD, bits=bits, group_size=columns, symmetric=True, form=own, scale_rows=rows)
 
 
 def _parent(group: Fields) -> Fields:

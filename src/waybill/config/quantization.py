@@ -14,8 +14,8 @@ from waybill.config.match import Matcher
 
 FLOATING = ("fp8", "mxfp4")
 """Methods whose codes are small floats."""
-FLOATS = "float-quantized"
-"""The form of them in a method that has others."""
+FLOATS, FLOATS4 = "float-quantized", "mxfp4-pack-quantized"
+"""The forms of them, of 8 and of 4 bits, in a method that has others."""
 MODEL_WIDE = "the model-wide layout"
 """What decides where no rule does."""
 
@@ -42,7 +42,7 @@ class QuantizationConfig:
     @property
     def is_floating(self) -> bool:
         """Whether codes are small floats, and not integers."""
-        return self.method in FLOATING or self.form == FLOATS
+        return self.method in FLOATING or self.form in (FLOATS, FLOATS4)
 
     @property
     def block(self) -> tuple[int, int]:

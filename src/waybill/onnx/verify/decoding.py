@@ -16,7 +16,7 @@ import numpy as np
 from waybill.checkpoint import TensorHeader
 from waybill.checkpoint.gguf import BLOCK_TYPES
 from waybill.config.gguf import METHOD, WITH_MINIMUM
-from waybill.config.quantization import QuantizationConfig
+from waybill.config.quantization import FLOATS4, QuantizationConfig
 from waybill.errors import ActOrder, DtypeMismatch, FileChanged, PackingMismatch
 from waybill.onnx.verify.blocks import ZERO, block_codes, block_numbers, block_scales
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
@@ -239,6 +239,9 @@ def _olive(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMat
 
 def _compressed(arrays: Mapping[str, Array], config: QuantizationConfig) -> PackedMatrix:
     """Rows of fields, or of signed bytes; zero points along N in words, or signed; scales of rows, blocks or all."""
+    if config.form == FLOATS4:
+        octets = arrays["weight_packed"]
+        return _floats({"blocks": octets.reshape(len(octets), -1, 16), "scales": arrays["weight_scale"]}, config)
     if config.form == "pack-quantized":
         packed = arrays["weight_packed"].view(np.uint8)
     else:
