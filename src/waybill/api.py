@@ -34,7 +34,7 @@ def open(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
         path: a folder with config.json and safetensors, or a GGUF file; or a text that is no path here: ORG/NAME,
             ORG/NAME@REVISION or ORG/NAME/FILE.gguf on Hugging Face. What later reads weights downloads the files it
             needs, through huggingface_hub's cache.
-        dequantize: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
+        dequantize: blocks of a GGUF file that have minimums, or a table of values, are read as the floats they mean.
 
     Raises:
         NotACheckpoint: there is no such file or folder, or the folder has no config.json.
@@ -116,8 +116,8 @@ def records(checkpoint: Checkpoint | str | Path) -> Iterator[WeightRecord]:
 def dequantize(record: WeightRecord) -> Array:
     """A record's values as a float32 array, for tests and tools. No loader calls it: packed weights stay packed.
 
-    A value is float32(code - zero) · float32(scale), or what a codebook says of a code times its scale, or the float
-    weight itself.
+    A value is float32(code - zero) · float32(scale), code · scale + minimum, what a codebook says of a code times its
+    scale, or the float weight itself.
     """
     from waybill.plan.stream import dequantized
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import ggufs
 from checkpoints import BF16, LAYERS, Recipe, gpt_oss, lively, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from floating import Blocks, pack_fp8, pack_mxfp4
 from packed.tp_worker import play
@@ -76,10 +77,21 @@ CASES: dict[str, Callable[[], Twins]] = {
 }  # fmt: skip
 
 
+GGUF = {
+    "minimums.gguf": lambda: ggufs.model("llama", "Q4_1", blk__0__ffn_down__weight="Q2_K", tied=True),
+    "minimums-experts.gguf": lambda: ggufs.model("qwen3moe", "Q4_K"),
+    "tables.gguf": lambda: ggufs.model("qwen2", "MXFP4", blk__1__ffn_down__weight="IQ4_XS"),
+}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("packed-tp")
-    return {case: make().packed.write(root / case) for case, make in CASES.items()}
+    for file, make in GGUF.items():
+        make().write(root / file)
+    return {file: root / file for file in GGUF} | {
+        case: make().packed.write(root / case) for case, make in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +99,7 @@ def ranks(folders: dict[str, Path]) -> dict[str, Any]:
     return played_by(2, WORKER, folders)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *GGUF])
 def test_two_ranks_compute_what_the_whole_packed_model_does(
     case: str, ranks: dict[str, Any], folders: dict[str, Path]
 ) -> None:

@@ -1,7 +1,4 @@
-"""A real GGUF file, SmolLM2-135M-Instruct: 210 matrices of Q4_1, a table of Q8_0, 61 vectors of F32.
-
-Q4_1 has no exact packed form, so it is read as floats when that is asked for; the table stays packed.
-"""
+"""A real GGUF file, SmolLM2-135M-Instruct: 210 matrices of Q4_1, a table of Q8_0, 61 vectors of F32."""
 
 from __future__ import annotations
 
@@ -15,7 +12,9 @@ from scripts.smollm2 import gguf_file, unpacked
 
 import waybill
 from commands import Capture, Patch, run, run_unread
+from sessions import Package
 from waybill.engine.generate import generate
+from waybill.engine.layers.matrix import PackedMatrix
 from waybill.text.chat import render_chat
 from waybill.text.tokenizer import read_tokenizer
 
@@ -31,8 +30,9 @@ def file() -> Path:
     return gguf_file()
 
 
-def test_every_tensor_is_what_gguf_reads_from_it(file: Path) -> None:
-    records = {r.source_name: r for r in waybill.records(waybill.open(file, dequantize=True))}
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_every_tensor_is_what_gguf_reads_from_it(file: Path, dequantize: bool) -> None:
+    records = {r.source_name: r for r in waybill.records(waybill.open(file, dequantize=dequantize))}
     tensors = gguf.GGUFReader(file).tensors
     assert len(tensors) == len(records) == 272
     for tensor in tensors:
@@ -40,34 +40,41 @@ def test_every_tensor_is_what_gguf_reads_from_it(file: Path) -> None:
         assert np.array_equal(waybill.dequantize(records[tensor.name]), wanted)
 
 
-def test_sixty_four_greedy_tokens_are_those_of_the_converted_float_model(file: Path) -> None:
+def test_sixty_four_greedy_tokens_are_those_of_the_converted_float_model(file: Path, tmp_path: Path) -> None:
+    """In the engine, from the blocks as they are, and in a package of them."""
     folder = unpacked()
     prompt = read_tokenizer(folder).encode(render_chat(folder, PLANETS), add_special_tokens=False).ids
-    packed = waybill.load(waybill.open(file, dequantize=True), dtype="float32")
-    floats = waybill.load(folder, dtype="float32")
-    made, wanted = (generate(m, [prompt], max_new_tokens=NEW_TOKENS).token_ids[0] for m in (packed, floats))
+    typed = waybill.load(file, dtype="float32")
+    assert (
+        sum(isinstance(op, PackedMatrix) for op in typed.descendants()) == 4 * 30 + 1
+    )  # qkv, o, gate_up, down; the table
+    models = typed, waybill.load(folder, dtype="float32")
+    made, wanted = (generate(m, [prompt], max_new_tokens=NEW_TOKENS).token_ids[0] for m in models)
     assert made == wanted
     assert len(made) == NEW_TOKENS
+    waybill.build(file, exact=True).save(tmp_path / "package")
+    assert Package(tmp_path / "package").greedy(prompt, NEW_TOKENS) == wanted
 
 
-def test_it_is_refused_without_a_word_about_floats(file: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    code, _, err = run_unread(monkeypatch, capsys, "plan", file)
-    assert code == 1
-    assert "tensors of type Q4_1 have no exact packed form [unsupported-quantization]" in err
-    assert "fix      give --dequantize to compute with floats, or use a file of the expected types" in err
+def test_it_is_planned_without_reading_a_weight(file: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    code, out, _ = run_unread(monkeypatch, capsys, "plan", file, "--target", "onnx")
+    assert code == 0
+    assert "model.layers.{0–29}.self_attn.qkv_proj.minimums" in out
+    assert "consumed 272 of 272 tensors (100.0% of bytes), 0 unbound" in out
 
 
 def test_inspecting_it_says_what_its_tensors_are(file: Path, monkeypatch: Patch, capsys: Capture) -> None:
     _, out, _ = run_unread(monkeypatch, capsys, "inspect", file)
     rows = [line.split(maxsplit=1) for line in out.splitlines()]
     assert ["packed", "decoder: by the file's own types"] in [[row[0], row[1].strip()] for row in rows]
-    assert "210 × Q4_1" in out
+    assert "210 × Q4_1, 4-bit, group 32" in out
     assert "1 × Q8_0, 8-bit, group 32: token_embd" in out
 
 
 def test_a_package_of_it_is_proven_and_speaks(file: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     package = tmp_path / "package"
-    assert run(monkeypatch, capsys, "export", file, package, "--dequantize")[0] == 0
+    assert run(monkeypatch, capsys, "export", file, package)[0] == 0
+    assert (package / "model.onnx.data").stat().st_size < 1.2 * file.stat().st_size  # scales are float32 there
     code, out, _ = run(monkeypatch, capsys, "verify", package, "--checkpoint", file)
     assert code == 0
     assert "212 weights equal the checkpoint value by value, 272 tensors accounted for" in out

@@ -71,7 +71,7 @@ class Checkpoint:
     metadata: Mapping[str, Any] | None = None
     """What a GGUF file says of itself; None for a folder, whose files say it."""
     dequantize: bool = False
-    """Whether whoever reads it asked for floats where blocks have no exact packed form."""
+    """Whether whoever reads it asked for floats where blocks have minimums, or a table of values."""
 
     remote: Remote | None = field(default=None, repr=False, compare=False)
     """The hub that weight files can be brought from."""

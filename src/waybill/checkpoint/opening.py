@@ -29,7 +29,7 @@ def read_checkpoint(path: str | Path, *, dequantize: bool = False) -> Checkpoint
     A path that is there is read. Another text, unless it is a Path, that has the form of a Hugging Face id is looked
     for on the hub, of which config files and headers are fetched, and no weights.
 
-    `dequantize`: blocks of a GGUF file that have no exact packed form may be read as the floats they mean.
+    `dequantize`: blocks of a GGUF file that have minimums, or a table of values, are read as the floats they mean.
 
     Raises:
         NotACheckpoint: `path` is neither a folder holding a config.json, nor a GGUF file, nor an id.

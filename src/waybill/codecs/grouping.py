@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from waybill.checkpoint import Checkpoint, TensorHeader
 from waybill.checkpoint.gguf import BLOCK_TYPES
-from waybill.config.gguf import LAYOUTS, WITH_MINIMUM, reason
+from waybill.config.gguf import AS_FLOATS, LAYOUTS, reason
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import ClaimedTwice, PackingMismatch, UnsupportedQuantization, WaybillError, some
 from waybill.manifest.quantization import Policy
@@ -89,38 +89,33 @@ def _as_part(header: TensorHeader, tensors: Mapping[str, TensorHeader], policy: 
 def _by_types(checkpoint: Checkpoint, policy: Policy, problems: list[WaybillError]) -> list[WeightRecord]:
     """A record for every tensor of a file whose tensors say themselves how they are packed."""
     headers = checkpoint.tensors.values()
-    readable = {*LAYOUTS, *(WITH_MINIMUM if checkpoint.dequantize else ())}
     closed: dict[str, list[TensorHeader]] = defaultdict(list)
     for header in headers:
-        if header.dtype in BLOCK_TYPES and header.dtype not in readable:
+        if header.dtype in BLOCK_TYPES and header.dtype not in LAYOUTS:
             closed[header.dtype].append(header)
-    problems += [_no_affine_form(block_type, alike) for block_type, alike in closed.items()]
+    problems += [_not_read(block_type, alike) for block_type, alike in closed.items()]
     if closed:
         return []
     component = policy.naming.component
-    return [WeightRecord(h.name, component(h.name), _typed(h), (h.name,), checkpoint) for h in headers]
+    as_floats = AS_FLOATS if checkpoint.dequantize else frozenset()
+    return [WeightRecord(h.name, component(h.name), _typed(h, as_floats), (h.name,), checkpoint) for h in headers]
 
 
-def _typed(header: TensorHeader) -> Storage:
+def _typed(header: TensorHeader, as_floats: Collection[str]) -> Storage:
     if header.dtype not in BLOCK_TYPES:
         return FloatWeight(stored(header))
-    from waybill.codecs.gguf import affine  # numpy comes with it
-    from waybill.codecs.numbers import numbers
+    from waybill.codecs import gguf  # numpy comes with it
 
-    if header.dtype in WITH_MINIMUM:
-        return FloatWeight(numbers(header))
-
-    return affine(header)
+    return FloatWeight(gguf.numbers(header)) if header.dtype in as_floats else gguf.packed(header)
 
 
-def _no_affine_form(block_type: str, headers: list[TensorHeader]) -> WaybillError:
+def _not_read(block_type: str, headers: list[TensorHeader]) -> WaybillError:
     return UnsupportedQuantization(
-        f"tensors of type {block_type} have no exact packed form",
+        f"tensors of type {block_type} are not read",
         where=_places(headers),
         expected=" | ".join(["F32", "F16", "BF16", *LAYOUTS]),
         found=f"{len(headers)} tensors of type {block_type}: {reason(block_type)}",
-        fix=("give --dequantize to compute with floats, or " if block_type in WITH_MINIMUM else "")
-        + "use a file of the expected types, such as Q8_0",
+        fix="use a file of the expected types, such as Q8_0",
     )
 
 

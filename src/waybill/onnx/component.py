@@ -26,7 +26,7 @@ from waybill.text.gguf import tokenizer_of
 from waybill.text.tokenizer import stop_tokens
 from waybill.weights.dtypes import NUMPY_DTYPES
 
-ROLES = ("weight", "codes", "scales", "zero_points", "midpoint")
+ROLES = ("weight", "codes", "scales", "zero_points", "midpoint", "minimums")
 FILES = {"pixel_values": ("image_processor", "pictures"), "input_features": ("feature_extractor", "recordings")}
 """Inputs that are made of files: what describes how, and what is in the files."""
 

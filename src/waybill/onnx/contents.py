@@ -156,18 +156,22 @@ def _storage(spec: ParameterSpec, entries: Mapping[str, Entry], stated: Quantiza
         codes = _viewed(replace(entry, dtype="U8"), shape)
         return CodebookWeight(layout=layout, codes=codes, scales=_viewed(scales, (*rows, groups)))
     zeros: LazyTensor | None = None
-    if (packed := entries.get("zero_points")) is not None:
+    minimums = _viewed(entries["minimums"], (*rows, groups)) if "minimums" in entries else None
+    if minimums is None and (packed := entries.get("zero_points")) is not None:  # else the centre of the codes
         octets = _viewed(packed, (*rows, -(-groups * entry.bits // 8)))
         decoder = ZeroPoints(octets, entry.bits, False)
         zeros = stored(Decoded(packed.name, "U8", (*rows, groups), packed.file, packed.offset, decoder))
     # Tables have their midpoint written out.
-    symmetric = zeros is None or (spec.kind == "embedding" and stated is not None and stated.symmetric)
+    symmetric = (zeros is None and minimums is None) or (
+        spec.kind == "embedding" and stated is not None and stated.symmetric
+    )
     return AffinePackedWeight(
         layout=AffineLayout(bits=entry.bits, group=entry.block, symmetric=symmetric),
         in_features=columns,
         codes=_viewed(entry, (*rows, groups, entry.block * entry.bits // 8)),
         scales=_viewed(scales, (*rows, groups)),
         zero_points=zeros,
+        minimums=minimums,
     )
 
 

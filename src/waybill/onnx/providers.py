@@ -13,7 +13,7 @@ from typing import Any
 from waybill.config.composite import Composite, Config
 from waybill.config.model import DTYPE_TAGS
 from waybill.errors import UnsupportedByRuntime, WaybillError, some
-from waybill.plan.parameter import SMALLEST_GROUP, AffinePacking, CodebookPacking, ParameterSpec
+from waybill.plan.parameter import SMALLEST_GROUP, AffinePacking, CodebookPacking, Packing, ParameterSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 DTYPES = ("float16", "bfloat16", "float32")
@@ -160,23 +160,28 @@ def refusals(ep: str, config: Config, specs: Sequence[ParameterSpec], dtype: str
 
 
 def _unheld(specs: Sequence[ParameterSpec]) -> Iterator[WaybillError]:
-    """Codebook weights that no operator computes from exactly: one problem for each reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
+    """Packed weights that no operator computes from exactly: one problem for each reason."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for spec in specs:
-        if isinstance(spec.packing, CodebookPacking) and (reason := _unheld_because(spec, spec.packing)) is not None:
-            reasons.setdefault(reason, []).append(spec.name)
-    for (expected, found), names in reasons.items():
+        if spec.packing is not None and (reason := _unheld_because(spec, spec.packing)) is not None:
+            no_blocks = isinstance(spec.packing, CodebookPacking) and spec.packing.layout.bits == 8
+            as_floats = "" if no_blocks else "; --dequantize makes floats of a GGUF file's blocks"
+            reasons.setdefault((*reason, as_floats), []).append(spec.name)
+    for (expected, found, as_floats), names in reasons.items():
         yield UnsupportedByRuntime(
             "no operator holds a packed weight exactly",
             where=some(names),
             expected=expected,
             found=found,
-            fix="use the engine, which computes from it as it is",
+            fix=f"use the engine, which computes from it as it is{as_floats}",
         )
 
 
-def _unheld_because(spec: ParameterSpec, packing: CodebookPacking) -> tuple[str, str] | None:
+def _unheld_because(spec: ParameterSpec, packing: Packing) -> tuple[str, str] | None:
     """(what operators hold, what this is), or None where they do."""
+    if isinstance(packing, AffinePacking):
+        held = "experts with zero points: their operator has no input for minimums"
+        return (held, str(packing)) if packing.minimums and spec.kind == "experts" else None
     if packing.layout.bits != 8:
         return (
             "8-bit floats; experts of 4-bit ones have an exact form in 8-bit integers, twice as large: --widen-mxfp4",

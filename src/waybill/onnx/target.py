@@ -14,6 +14,7 @@ from waybill.onnx.providers import refusals
 from waybill.plan.parameter import AffinePacking, CodebookPacking, Merges, ParameterSpec
 from waybill.plan.target import Target
 from waybill.weights import FloatWeight, LazyTensor, Storage, stored
+from waybill.weights.affine import CENTRES
 from waybill.weights.codebook import CodebookWeight
 from waybill.weights.dtypes import Array
 from waybill.weights.lazy import Decoded
@@ -55,6 +56,8 @@ def _legal(spec: ParameterSpec, block: int) -> ParameterSpec:
     if packing is None:
         return spec
     zeros = packing.zero_points and not packing.symmetric
+    if packing.minimums:
+        zeros = CENTRES[packing.bits] != 1 << (packing.bits - 1)
     return replace(spec, packing=packing._replace(group=block, zero_points=zeros or spec.kind == "embedding"))
 
 
@@ -64,14 +67,11 @@ def arrange(spec: ParameterSpec, weight: Storage) -> Mapping[str, LazyTensor]:
         return {"codes": _as_floats(weight), "scales": weight.row_by_row().scales}
     if isinstance(weight, FloatWeight) or not isinstance(spec.packing, AffinePacking):
         return weight.parts
+    parts = {role: value for role, value in weight.parts.items() if role != "zero_points"}
     if spec.packing.zero_points:
-        weight = weight.with_zero_points()
-    parts = {"codes": weight.codes, "scales": weight.scales}
-    if weight.zero_points is not None:
-        if spec.packing.zero_points:
-            parts["zero_points"] = _packed_fields(weight.zero_points, weight.layout.bits)
-        else:
-            parts["midpoint"] = weight.zero_points
+        parts["zero_points"] = _packed_fields(weight.zeros, weight.layout.bits)
+    elif weight.zero_points is not None:
+        parts["midpoint"] = weight.zero_points
     return parts
 
 

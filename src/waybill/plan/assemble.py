@@ -43,18 +43,20 @@ def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, targ
             value=value,
             tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
             role=role,
-            largest=_largest_scale(weight, dtype) if role in SCALE_ROLES else None,
+            largest=_largest(weight, role, dtype) if role in SCALE_ROLES else None,
             numbers=_numbers(weight) if role == "codes" else None,
         )
 
 
-def _largest_scale(weight: Storage, dtype: str) -> float | None:
-    """The scale above which a weight may exceed the dtype that is computed in, where scales can be that large."""
+def _largest(weight: Storage, role: str, dtype: str) -> float | None:
+    """The scale or minimum above which a weight may exceed the dtype that is computed in, where one can be that large:
+    codes times scales have half the room where minimums are added."""
     if isinstance(weight, CodebookWeight):
         return float(LARGEST_FLOATS[dtype] / LARGEST[weight.layout.table])
     if dtype != "F16" or not isinstance(weight, AffinePackedWeight):
         return None
-    return LARGEST_FLOATS[dtype] / ((1 << weight.layout.bits) - 1)
+    room = LARGEST_FLOATS[dtype] / (1 if weight.minimums is None else 2)
+    return room if role == "minimums" else room / ((1 << weight.layout.bits) - 1)
 
 
 def _numbers(weight: Storage) -> str | None:

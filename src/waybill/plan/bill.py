@@ -24,7 +24,7 @@ THREADS = 4
 """Reader threads at most: two saturate memory on small machines, a few more hide latency on cold disks."""
 
 
-SCALE_ROLES = ("scales", "divisors")
+SCALE_ROLES = ("scales", "divisors", "minimums")
 """Parts that are few, and always looked at."""
 
 
@@ -41,10 +41,10 @@ class Binding:
     value: LazyTensor
     tied_to: str | None = None
     role: str = "weight"
-    """`weight` for floats; `codes`, `scales` or `divisors`, and `zero_points` for the parts of a packed weight;
-    `midpoint` for zero points that are read and checked, and not delivered."""
+    """`weight` for floats; `codes`, `scales` or `divisors`, `zero_points` or `minimums` for the parts of a packed
+    weight; `midpoint` for zero points that are read and checked, and not delivered."""
     largest: float | None = None
-    """The largest scale the dtype that is computed in has room for."""
+    """The largest scale, or minimum, that the dtype that is computed in has room for."""
     numbers: str | None = None
     """The dtype that U8 codes are numbers of, where each is one."""
 

@@ -23,8 +23,10 @@ def overflow(tile: Tile, binding: Binding) -> CastOverflow:
 
 def bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | None:
     """Scales are few, so they are always looked at: NaN, infinity, a group that is zero for every output, one scale of
-    zero for everything, a divisor of zero, or weights too large for the dtype they will be computed in."""
-    divided = binding.role == "divisors"
+    zero for everything, a divisor of zero, or weights too large for the dtype they will be computed in. Minimums may be
+    zero."""
+    divided, are_minimums = binding.role == "divisors", binding.role == "minimums"
+    numbers = "minimums" if are_minimums else "scales"
     whole = values.reshape(binding.shape)
     for tile in binding.value.tiles:
         member = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))]
@@ -33,22 +35,22 @@ def bad_scales(values: Array, binding: Binding) -> BadScales | CastOverflow | No
             found = "NaN or infinity"
         elif divided and not member.all():
             found = "a divisor of zero"
-        elif (member.shape[-2] > 1 or member.size == 1) and not _nonzero(member).all():
+        elif not are_minimums and (member.shape[-2] > 1 or member.size == 1) and not _nonzero(member).all():
             found = "a group whose scales are all zero"
         elif binding.largest is not None and (most := _most(member, divided)) > binding.largest:
             return CastOverflow(
                 "a packed weight does not fit the dtype it is computed in",
                 where=where,
-                expected=f"scales up to {binding.largest:g}",
-                found=f"a scale of {most:g}",
+                expected=f"{numbers} up to {binding.largest:g}",
+                found=f"a {numbers.removesuffix('s')} of {most:g}",
                 fix="load in bfloat16 or float32",
             )
         else:
             continue
         return BadScales(
-            "the scales of a packed weight are damaged",
+            f"the {numbers} of a packed weight are damaged",
             where=where,
-            expected="finite scales, some of them not zero in every group",
+            expected=f"finite {numbers}" + ("" if are_minimums else ", some of them not zero in every group"),
             found=found,
             fix="download the file again; if it stays so, the published weights are damaged",
         )
@@ -93,9 +95,9 @@ def inexact_scales(stored: Array, made: Array, tile: Tile, binding: Binding) -> 
         return None
     value = float(stored[changed].flat[0])
     return InexactScales(
-        f"a scale of a packed weight is not a {binding.dtype} number",
+        f"a {binding.role.removesuffix('s')} of a packed weight is not a {binding.dtype} number",
         where=f"{tile.source.name} ({tile.source.file}), for {binding.target}",
-        expected=f"scales that {binding.dtype} holds exactly",
+        expected=f"{binding.role} that {binding.dtype} holds exactly",
         found=f"{value:g}, one of {int(changed.sum()):,} that would change",
         fix="use --dtype float32, which holds every scale",
     )

@@ -204,7 +204,7 @@ def _pieces(spec: ParameterSpec, slots: Slots, checkpoint: Checkpoint) -> Iterat
                 "the parts of one parameter are packed differently",
                 where=f"{record.source_name} ({header.file}), for {spec.name}",
                 expected=describe_packing(spec.packing),
-                found=f"float, {header}" if isinstance(weight, FloatWeight) else str(weight.layout),
+                found=_form(record, checkpoint) if packing else f"float, {header}",
                 fix="use an export that packs all members of this parameter alike",
             )
         elif isinstance(weight, FloatWeight) and weight.value.dtype not in FLOAT_DTYPES:

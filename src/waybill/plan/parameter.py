@@ -75,6 +75,7 @@ class AffinePacking(NamedTuple):
     """How an affine parameter lies in memory: bits a code, elements of K a scale, the scales' dtype, explicit zeros.
 
     `symmetric`: the metadata says that every zero point is the midpoint, whether they are written out or not.
+    `minimums`: in place of zero points, and of the scales' dtype.
     """
 
     bits: int
@@ -82,10 +83,15 @@ class AffinePacking(NamedTuple):
     scale_dtype: str
     zero_points: bool
     symmetric: bool = False
+    minimums: bool = False
+
+    @property
+    def _same(self) -> tuple[int, str, bool]:
+        return self.bits, self.scale_dtype, self.minimums
 
     def merges_with(self, other: Packing | None) -> bool:
         """Whether rows of both can share one parameter; missing zero points can be written out."""
-        return isinstance(other, AffinePacking) and self[:3] == other[:3]
+        return isinstance(other, AffinePacking) and (self.group, self._same) == (other.group, other._same)
 
     def joined(self, others: Sequence[Packing]) -> AffinePacking:
         """The packing of a parameter made of this and others it merges with: with zero points when any has them."""
@@ -95,9 +101,7 @@ class AffinePacking(NamedTuple):
 
     def serves(self, wanted: Packing) -> bool:
         """Whether a weight packed like this can be had as `wanted`: smaller groups say the same."""
-        if not isinstance(wanted, AffinePacking) or (self.bits, self.scale_dtype) != (wanted.bits, wanted.scale_dtype):
-            return False
-        return self.group % wanted.group == 0
+        return isinstance(wanted, AffinePacking) and self._same == wanted._same and self.group % wanted.group == 0
 
     def local(self, parts: Sequence[Part], tp: int) -> AffinePacking:
         """One rank's: a cut along K that would split a group makes the groups smaller, exactly."""
@@ -114,20 +118,21 @@ class AffinePacking(NamedTuple):
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of what a weight of this logical shape is stored as, by role."""
-        groups = -(-shape[-1] // self.group)
-        held = {
-            "codes": ((*shape[:-1], groups, self.group * self.bits // 8), "U8"),
-            "scales": ((*shape[:-1], groups), self.scale_dtype),
-        }
-        return held | ({"zero_points": ((*shape[:-1], groups), "U8")} if self.zero_points else {})
+        groups = (*shape[:-1], -(-shape[-1] // self.group))
+        held = {"codes": ((*groups, self.group * self.bits // 8), "U8"), "scales": (groups, self.scale_dtype)}
+        if self.zero_points:
+            held["zero_points"] = groups, "U8"
+        if self.minimums:
+            held["minimums"] = groups, self.scale_dtype
+        return held
 
     @property
     def form(self) -> str:
         """What weights packed like this have in common, in words."""
-        return f"{self.bits}-bit, group {self.group}"
+        return f"{self.bits}-bit, group {self.group}{', with minimums' if self.minimums else ''}"
 
     def __str__(self) -> str:
-        return f"{self.bits} bits, group {self.group}, {self.scale_dtype}"
+        return f"{self.bits} bits, group {self.group}, {self.scale_dtype}{', with minimums' if self.minimums else ''}"
 
 
 class CodebookPacking(NamedTuple):
@@ -289,5 +294,5 @@ def packing_of(weight: Storage) -> Packing | None:
         return None
     if isinstance(weight, CodebookWeight):
         return CodebookPacking(weight.layout, weight.scales.dtype)
-    layout, zeros = weight.layout, weight.zero_points is not None
-    return AffinePacking(layout.bits, layout.group, weight.scales.dtype, zeros, layout.symmetric)
+    layout, zeros, minimums = weight.layout, weight.zero_points is not None, weight.minimums is not None
+    return AffinePacking(layout.bits, layout.group, weight.scales.dtype, zeros, layout.symmetric, minimums)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from waybill.checkpoint import Checkpoint
 from waybill.codecs.grouping import group_records
 from waybill.config.composite import Config
-from waybill.config.gguf import WITH_MINIMUM
+from waybill.config.gguf import AS_FLOATS
 from waybill.errors import (
     BadConfig,
     ClaimedTwice,
@@ -148,9 +148,9 @@ def describe(
     if checkpoint.problems or len(problems) > before:
         return config, policy, []
     records = group_records(checkpoint, policy, problems)
-    if checkpoint.dequantize and (widened := [t for t in checkpoint.tensors.values() if t.dtype in WITH_MINIMUM]):
+    if checkpoint.dequantize and (widened := [t for t in checkpoint.tensors.values() if t.dtype in AS_FLOATS]):
         types = ", ".join(sorted({t.dtype for t in widened}))
-        notices.append(f"{len(widened)} tensors of type {types} are read as floats: they have no exact packed form")
+        notices.append(f"{len(widened)} tensors of type {types} are read as floats, as --dequantize asks")
     paired = family.paired_rows(checkpoint.config, config) if config else lambda _: 0
     return config, policy, [_in_order(record, paired(policy.naming.runtime(record.source_name))) for record in records]
 

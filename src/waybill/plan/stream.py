@@ -336,8 +336,8 @@ def dequantized(weight: Storage, reader: RangeReader) -> Array:
     """All values of a weight as float32."""
     parts = {role: materialize(value, reader) for role, value in weight.parts.items()}
     if isinstance(weight, AffinePackedWeight):
-        zeros, layout = parts.get("zero_points"), weight.layout
-        return dequantize_arrays(parts["codes"], parts["scales"], zeros, layout.bits, weight.in_features)
+        bits, zeros, minimums = weight.layout.bits, parts.get("zero_points"), parts.get("minimums")
+        return dequantize_arrays(parts["codes"], parts["scales"], zeros, bits, weight.in_features, minimums)
     if isinstance(weight, CodebookWeight):
         return dequantize_codes(parts["codes"], parts[weight.layout.scale_role], weight.layout)
     return parts["weight"].astype(np.float32)

@@ -1,18 +1,24 @@
 """The canonical affine form, and the algebra that is exact on it.
 
-W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], g = k // group. Leading axes (experts) may stand before N.
+W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], or code[n, k] · scale[n, g] + minimum[n, g]; g = k // group. Leading
+axes (experts) may stand before N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from waybill.weights.lazy import Decoded, LazyTensor, concat, stack, stored
 
 if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
+
+
+CENTRES = MappingProxyType({2: 2, 4: 8, 8: 16})
+"""By bits of the container, a code in the middle of those that weights with minimums have: in 8 bits they are of 5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +38,17 @@ class AffinePackedWeight:
     """One packed weight in canonical form.
 
     codes: U8 [..., N, G, group·bits/8], the first element in the low bits; scales: float [..., N, G];
-    zero_points: U8 [..., N, G], unpacked, or None: 2**(bits-1) everywhere. in_features is K before its last group is
-    filled up.
+    zero_points: U8 [..., N, G], unpacked, or None: 2**(bits-1) everywhere; minimums: of the scales' dtype [..., N, G],
+    in place of zero points: then a code's product with its scale is exact in float32, and the sum is rounded once.
+    in_features is K before its last group is filled up.
     """
 
     layout: AffineLayout
     in_features: int
     codes: LazyTensor
     scales: LazyTensor
-    zero_points: LazyTensor | None
+    zero_points: LazyTensor | None = None
+    minimums: LazyTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +58,7 @@ class AffinePackedWeight:
     @property
     def parts(self) -> dict[str, LazyTensor]:
         """What is stored of it, by role."""
-        held = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
+        held = {name: getattr(self, name) for name in ("codes", "scales", "zero_points", "minimums")}
         return {role: value for role, value in held.items() if value is not None}
 
     def narrow(self, axis: int, start: int, length: int) -> AffinePackedWeight:
@@ -70,18 +78,19 @@ class AffinePackedWeight:
         return self.map(lambda value: value.select(axis, index))
 
     def pad(self, axis: int, length: int) -> AffinePackedWeight:
-        """Append rows whose scale is zero, so that every element of them is."""
+        """Append rows whose scale and minimum are zero, so that every element of them is."""
         return self.map(lambda value: value.pad(axis, length))
 
-    def with_zero_points(self) -> AffinePackedWeight:
-        """The same weight with its midpoint written out."""
+    @property
+    def zeros(self) -> LazyTensor:
+        """Zero points written out: the midpoint where none are stored, and the centre of codes that have minimums."""
         if self.zero_points is not None:
-            return self
-        midpoint = Decoded("midpoint", "U8", self.scales.shape, "", 0, Constant(1 << (self.layout.bits - 1)))
-        return replace(self, zero_points=stored(midpoint))
+            return self.zero_points
+        code = 1 << (self.layout.bits - 1) if self.minimums is None else CENTRES[self.layout.bits]
+        return stored(Decoded("midpoint", "U8", self.scales.shape, "", 0, Constant(code)))
 
     def refine(self, group: int) -> AffinePackedWeight:
-        """The same weight in smaller groups: each scale and zero point is repeated. `group` divides the present one."""
+        """The same weight in smaller groups: each number of a group is repeated. `group` divides the present one."""
         repeat, rest = divmod(self.layout.group, group)
         if rest:
             raise ValueError(f"{group} does not divide {self.layout.group}")
@@ -95,23 +104,22 @@ class AffinePackedWeight:
             shape = (*self.codes.shape[:-2], *last)
             return stored(Decoded(name, value.dtype, shape, file, offset, Refined(value, repeat, split)))
 
-        zeros = self.zero_points
-        return replace(
-            self,
-            layout=replace(self.layout, group=group),
-            codes=refined(self.codes, groups, octets, split=True),
-            scales=refined(self.scales, groups, split=False),
-            zero_points=None if zeros is None else refined(zeros, groups, split=False),
-        )
+        codes = refined(self.codes, groups, octets, split=True)
+        each = {role: refined(value, groups, split=False) for role, value in self.parts.items() if role != "codes"}
+        layout = replace(self.layout, group=group)
+        return AffinePackedWeight(layout=layout, in_features=self.in_features, codes=codes, **each)
 
     def map(self, change: Callable[[LazyTensor], LazyTensor]) -> AffinePackedWeight:
-        """The same change to codes, scales and zero points: it must be one of axes before the groups, or of both."""
-        zeros = None if self.zero_points is None else change(self.zero_points)
-        return replace(self, codes=change(self.codes), scales=change(self.scales), zero_points=zeros)
+        """The same change to every part: it must be one of axes before the groups, or of both."""
+        changed = {role: change(value) for role, value in self.parts.items()}
+        return AffinePackedWeight(layout=self.layout, in_features=self.in_features, **changed)
 
 
 def concat_affine(parts: Sequence[AffinePackedWeight], axis: int) -> AffinePackedWeight:
-    """Join along N; the parts agree in bits, group and K (the caller has checked)."""
+    """Join along N; the parts agree in bits, group and K (the caller has checked).
+
+    ValueError where some have minimums and others have zero points.
+    """
     return _join(parts, lambda values: concat(values, axis))
 
 
@@ -123,16 +131,18 @@ def stack_affine(parts: Sequence[AffinePackedWeight], axis: int = 0) -> AffinePa
 def _join(
     parts: Sequence[AffinePackedWeight], join: Callable[[Sequence[LazyTensor]], LazyTensor]
 ) -> AffinePackedWeight:
-    if any(part.zero_points is not None for part in parts):
-        parts = [part.with_zero_points() for part in parts]
-    zeros = [part.zero_points for part in parts if part.zero_points is not None]
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    if minimums and len(minimums) < len(parts):
+        raise ValueError("weights with minimums do not join weights with zero points")
+    stated = any(part.zero_points is not None for part in parts)
     symmetric = all(part.layout.symmetric for part in parts)
     return replace(
         parts[0],
         layout=replace(parts[0].layout, symmetric=symmetric),
         codes=join([part.codes for part in parts]),
         scales=join([part.scales for part in parts]),
-        zero_points=join(zeros) if zeros else None,
+        zero_points=join([part.zeros for part in parts]) if stated else None,
+        minimums=join(minimums) if minimums else None,
     )
 
 
@@ -144,7 +154,7 @@ def _begin(value: LazyTensor) -> tuple[str, str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """Codes [..., G, B] to [..., G·r, B/r] (`split`), or scales and zero points [..., G] repeated to [..., G·r]."""
+    """Codes [..., G, B] to [..., G·r, B/r] (`split`), or numbers of groups [..., G] repeated to [..., G·r]."""
 
     value: LazyTensor
     repeat: int

@@ -2,7 +2,8 @@
 
 W[n, k] = table[code[n, k]] · scale[n // r, k // c], or divided by that scale. Leading axes (experts) may stand
 before N.
-Block FP8 and MXFP4 are such weights: an 8- or 4-bit float is a code, and its meaning a table.
+Block FP8 and MXFP4 are such weights: an 8- or 4-bit float is a code, and its meaning a table. GGUF's IQ4 types have a
+table of their own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from waybill.weights.lazy import Decoded, LazyTensor, concat, stack, stored
 if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
 
-CODE_BITS = MappingProxyType({"E4M3": 8, "E5M2": 8, "E2M1": 4})
-"""Bits of a code, by the float format whose values are the table (OCP 8-bit floating point and microscaling formats).
+CODE_BITS = MappingProxyType({"E4M3": 8, "E5M2": 8, "E2M1": 4, "IQ4": 4})
+"""Bits of a code, by its table: that of a float format (OCP 8-bit floating point and microscaling formats), or IQ4.
 Two 4-bit codes share a byte, the first in the low bits."""
-LARGEST = MappingProxyType({"E4M3": 448.0, "E5M2": 57344.0, "E2M1": 6.0})
+LARGEST = MappingProxyType({"E4M3": 448.0, "E5M2": 57344.0, "E2M1": 6.0, "IQ4": 127.0})
 """The largest magnitude in each table."""
 
 
@@ -99,7 +100,8 @@ class CodebookWeight:
         return self.map(lambda value: value.select(axis, index))
 
     def pad(self, axis: int, length: int) -> CodebookWeight:
-        """Append rows of code 0, which is zero in every table; ValueError where a scale of zero would divide them."""
+        """Append rows of zeros: of code 0, which is zero in every table of floats, and scales of zero; ValueError where
+        these would divide."""
         if axis != len(self.shape) - 2:
             raise ValueError(f"only rows are added, not along axis {axis} of {self.shape}")
         rows = self.layout.rows

@@ -37,7 +37,6 @@ def widened(weight: CodebookWeight) -> AffinePackedWeight:
         in_features=columns,
         codes=_made(weight.codes, "U8", (*shape, layout.columns), DoubledCodes(weight.codes, layout.columns)),
         scales=_made(weight.scales, "F32", shape, HalvedPowers(weight.scales)),
-        zero_points=None,
     )
 
 

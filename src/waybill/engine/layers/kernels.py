@@ -5,11 +5,9 @@ N outputs, K inputs, G groups, B bytes a group, T tokens. A kernel holds the wei
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-from waybill.plan.parameter import AffinePacking
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements unpacked at a time: a few megabytes, inside the outer cache."""
@@ -17,6 +15,36 @@ INT4_GROUPS = (32, 64, 128, 256)
 """Group sizes of the 4-bit kernel."""
 INT4_ROWS = 64
 """Rows in the 4-bit kernel's widest block; narrower ones divide it."""
+
+
+class Affine(NamedTuple):
+    """The tensors of a packed matrix: codes U8 [N, G, B] of so many bits, scales [N, G], and U8 zero points or float
+    minimums [N, G] where it has them."""
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    minimums: torch.Tensor | None
+
+    def at(self, index: Any) -> Affine:
+        """Some of its rows, or one matrix of a bank."""
+        zeros, minimums = (None if part is None else part[index] for part in (self.zero_points, self.minimums))
+        return Affine(self.bits, self.codes[index], self.scales[index], zeros, minimums)
+
+    @property
+    def zeros(self) -> torch.Tensor | float:
+        """The codes that mean zero, float32 [N, G, 1], or the midpoint."""
+        return float(1 << (self.bits - 1)) if self.zero_points is None else self.zero_points[..., None].float()
+
+    def offsets(self, centre: int, scales_NG: torch.Tensor) -> torch.Tensor | None:
+        """What the code `centre` means under these scales, which may have been rounded, float32 [N, G]; None: zero."""
+        if self.minimums is not None:
+            return centre * scales_NG.float() + self.minimums.float()
+        if self.zero_points is None:
+            shift = centre - (1 << (self.bits - 1))
+            return shift * scales_NG.float() if shift else None
+        return (centre - self.zero_points.float()) * scales_NG.float()
 
 
 class Int4Kernel(NamedTuple):
@@ -35,7 +63,7 @@ class Int4Kernel(NamedTuple):
 
 
 class Int8Kernel(NamedTuple):
-    """8-bit codes less 128, int8 [G, N, group]; scales bfloat16 [G, N]; what other zero points add, float32 [G, N]."""
+    """Codes less their centre, int8 [G, N, group]; scales bfloat16 [G, N]; what the centre means, float32 [G, N]."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -55,28 +83,24 @@ class Int8Kernel(NamedTuple):
 Kernel = Int4Kernel | Int8Kernel
 
 
-def make_kernel(
-    codes_NGB: torch.Tensor,
-    scales_NG: torch.Tensor,
-    zeros_NG: torch.Tensor | None,
-    packing: AffinePacking,
-    in_features: int,
-    dtype: torch.dtype,
-) -> Kernel | None:
+def make_kernel(parts: Affine, group: int, in_features: int, dtype: torch.dtype) -> Kernel | None:
     """The kernel form of a matrix, or None where no kernel fits."""
-    whole = in_features == codes_NGB.shape[1] * packing.group
+    codes_NGB = parts.codes
+    whole = in_features == codes_NGB.shape[1] * group
     if dtype != torch.bfloat16 or codes_NGB.device.type != "cpu" or not whole:
         return None
-    midpoint = 1 << (packing.bits - 1)
-    offsets = None if zeros_NG is None else (midpoint - zeros_NG.float()) * scales_NG.float()
-    if packing.bits == 8:
-        weight = (codes_NGB ^ 128).view(torch.int8).transpose(0, 1).contiguous()
-        scales = scales_NG.T.to(torch.bfloat16).contiguous()
-        return Int8Kernel(weight, scales, None if offsets is None else offsets.T.contiguous())
-    if packing.bits != 4 or packing.group not in INT4_GROUPS or codes_NGB.shape[0] % 16:
+    scales_NG = parts.scales.to(torch.bfloat16)
+    if parts.bits == 8:
+        most = int(codes_NGB.max())
+        centre = 128 if most > 127 else (most + 1) // 2  # of 5 and 6 bits: far from 128 their sums would be rounded
+        weight = (codes_NGB - centre).view(torch.int8).transpose(0, 1).contiguous()
+        offsets = parts.offsets(centre, scales_NG)
+        return Int8Kernel(weight, scales_NG.T.contiguous(), None if offsets is None else offsets.T.contiguous())
+    if parts.bits != 4 or group not in INT4_GROUPS or codes_NGB.shape[0] % 16:
         return None
-    pair = torch.stack((scales_NG.float(), torch.zeros_like(scales_NG.float()) if offsets is None else offsets), dim=-1)
-    return Int4Kernel(_int4_form(codes_NGB), pair.to(torch.bfloat16).transpose(0, 1).contiguous(), packing.group)
+    offsets = parts.offsets(8, scales_NG)
+    pair = torch.stack((scales_NG, torch.zeros_like(scales_NG) if offsets is None else offsets.to(torch.bfloat16)), -1)
+    return Int4Kernel(_int4_form(codes_NGB), pair.transpose(0, 1).contiguous(), group)
 
 
 def _int4_form(codes_NGB: torch.Tensor) -> torch.Tensor:

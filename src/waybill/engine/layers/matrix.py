@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from waybill.engine.layers.base import BaseOP, Parameters
-from waybill.engine.layers.kernels import BLOCK_ELEMENTS, Kernel, fields, make_kernel
+from waybill.engine.layers.kernels import BLOCK_ELEMENTS, Affine, Kernel, fields, make_kernel
 from waybill.engine.layers.lookup import looked_up
 from waybill.plan.parameter import AffinePacking, CodebookPacking, Packing, part_name
 
@@ -62,7 +62,7 @@ class FloatMatrix(Matrix):
 
 
 class PackedMatrix(Matrix):
-    """W as codes U8 [N, G, B], scales [N, G] and perhaps zero_points U8 [N, G]; never resident as floats.
+    """W as codes U8 [N, G, B], scales [N, G], and perhaps zero_points U8 or minimums [N, G]; never resident as floats.
 
     Where one of PyTorch's kernels fits, `prepare` rearranges the weight for it once; elsewhere blocks of rows are
     unpacked, multiplied and forgotten. A bank [E, N, K] is a matrix for each expert.
@@ -73,6 +73,8 @@ class PackedMatrix(Matrix):
         self.scales = parameters.empty(part_name(name, "scales"))
         if packing.zero_points:
             self.zero_points = parameters.empty(part_name(name, "zero_points"))
+        if packing.minimums:
+            self.minimums = parameters.empty(part_name(name, "minimums"))
         self._packing = packing
         self._in_features = parameters.in_features(name)
         self._dtype = torch.get_default_dtype()
@@ -82,71 +84,59 @@ class PackedMatrix(Matrix):
         """By the kernel if prepared, else block by block."""
         if self._kernels:
             return self._kernels[0].product(x_TK)
-        return blockwise(x_TK, self.codes, self.scales, getattr(self, "zero_points", None), self._packing.bits)
+        return blockwise(x_TK, self._parts)
+
+    @property
+    def _parts(self) -> Affine:
+        zeros, minimums = (getattr(self, name, None) for name in ("zero_points", "minimums"))
+        return Affine(self._packing.bits, self.codes, self.scales, zeros, minimums)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Only the rows asked for are unpacked."""
-        zeros = self.zero_points[ids_T] if self._packing.zero_points else None
-        rows = unpacked(self.codes[ids_T], self.scales[ids_T], zeros, self._packing.bits, self._dtype)
-        return rows[:, : self._in_features]
+        return unpacked(self._parts.at(ids_T), self._dtype)[:, : self._in_features]
 
     def expert(self, index: int, x_TK: torch.Tensor) -> torch.Tensor:
         """The product with one matrix of a bank."""
         if self._kernels:
             return self._kernels[index].product(x_TK)
-        zeros = self.zero_points[index] if self._packing.zero_points else None
-        return blockwise(x_TK, self.codes[index], self.scales[index], zeros, self._packing.bits)
+        return blockwise(x_TK, self._parts.at(index))
 
     def prepare(self, *, keep: bool = False) -> None:
         """Rearrange for a kernel where one fits. The canonical tensors are given up, so nothing is held twice, unless
         they are to `keep`: rows of a table that also is the head are looked up in them."""
-        packing = self._packing
-        zeros = self.zero_points if packing.zero_points else None
-        bank = self.codes.dim() == 4
-        for index in range(len(self.codes)) if bank else (...,):
-            own = None if zeros is None else zeros[index]
-            codes, scales = self.codes[index], self.scales[index]
-            kernel = make_kernel(codes, scales, own, packing, self._in_features, self._dtype)
+        parts, bank = self._parts, self.codes.dim() == 4
+        for own in map(parts.at, range(len(self.codes))) if bank else (parts,):
+            kernel = make_kernel(own, self._packing.group, self._in_features, self._dtype)
             if kernel is None:
                 return
             self._kernels.append(kernel)
         if keep:
             return
-        del self.codes, self.scales
-        if packing.zero_points:
-            del self.zero_points
+        for name in ("codes", "scales", "zero_points", "minimums"):
+            vars(self).pop(name, None)
 
 
-def blockwise(
-    x_TK: torch.Tensor,
-    codes_NGB: torch.Tensor,
-    scales_NG: torch.Tensor,
-    zeros_NG: torch.Tensor | None,
-    bits: int,
-) -> torch.Tensor:
+def blockwise(x_TK: torch.Tensor, parts: Affine) -> torch.Tensor:
     """x Wᵀ with blocks of W's rows unpacked one after another."""
     in_features = x_TK.shape[-1]
     rows = max(BLOCK_ELEMENTS // max(in_features, 1), 1)
     out = []
-    for start in range(0, codes_NGB.shape[0], rows):
-        block = slice(start, start + rows)
-        zeros = None if zeros_NG is None else zeros_NG[block]
-        weight = unpacked(codes_NGB[block], scales_NG[block], zeros, bits, x_TK.dtype)
+    for start in range(0, len(parts.codes), rows):
+        weight = unpacked(parts.at(slice(start, start + rows)), x_TK.dtype)
         out.append(F.linear(x_TK, weight[:, :in_features]))
     return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
 
 
-def unpacked(
-    codes_NGB: torch.Tensor,
-    scales_NG: torch.Tensor,
-    zeros_NG: torch.Tensor | None,
-    bits: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """(code - zero) · scale as [N, G·group]: exact in float32, rounded once to another dtype."""
-    codes = fields(codes_NGB, bits).float()
-    zeros = float(1 << (bits - 1)) if zeros_NG is None else zeros_NG[..., None].float()
-    return ((codes - zeros) * scales_NG[..., None].float()).flatten(-2).to(dtype)
+def unpacked(parts: Affine, dtype: torch.dtype) -> torch.Tensor:
+    """(code - zero) · scale, or code · scale + minimum, as [N, G·group]: the product is exact in float32, the sum and
+    another dtype are rounded to once."""
+    values = fields(parts.codes, parts.bits).float()
+    if parts.minimums is None:
+        values -= parts.zeros
+    values *= parts.scales[..., None].float()
+    if parts.minimums is not None:
+        values += parts.minimums[..., None].float()
+    return values.flatten(-2).to(dtype)
 
 
 class CodebookMatrix(Matrix):

@@ -11,7 +11,7 @@ import numpy as np
 
 from waybill.checkpoint import TensorHeader
 from waybill.config import RotaryConfig
-from waybill.config.gguf import METHOD, WITH_MINIMUM
+from waybill.config.gguf import AS_FLOATS, METHOD
 from waybill.errors import BadPackage, WaybillError
 from waybill.onnx.verify.decoding import PackedMatrix, fields, packed_matrix, read_at
 from waybill.onnx.verify.entries import Entry
@@ -22,6 +22,8 @@ from waybill.weights.dtypes import NUMPY_DTYPES, Array
 VALUES = 1 << 21
 """Unpacked values that are compared together."""
 OTHER = "verify with the checkpoint the package was made from, or export it again"
+FLOATS = ("scales", "minimums")
+"""Parts of a packed weight that are floats, of one dtype."""
 BITS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
 ROUNDING = {"F32": 2.0**-22, "F16": 2.0**-10, "BF16": 2.0**-7}
 """How far a cosine may be from its exact value: machines compute the last bit differently."""
@@ -83,7 +85,7 @@ class Held:
 def compare_floats(held: Held, member: Member, origin: Origin) -> None:
     """A float weight: equal bit by bit after the cast to the package's dtype."""
     header = origin.stored.headers.get(member.weight)
-    floats = ("F64", "F32", "F16", "BF16", *WITH_MINIMUM)
+    floats = ("F64", "F32", "F16", "BF16", *AS_FLOATS)
     if header is None or header.dtype not in floats or held.entry.dtype not in BITS:
         held.refuse("a float initializer for float numbers", str(header or "a packed weight"))
         return
@@ -139,9 +141,10 @@ def compare_packed(held: Mapping[str, Held], member: Member, origin: Origin) -> 
         wanted = np.zeros((stop - start, blocks * entry.block), np.uint8)
         wanted[:, : matrix.columns] = matrix.codes(rows.start, rows.stop)
         compare_values(codes, member, start, wanted, fields(codes.read(member, start, stop), entry.bits))
-        scales = held["scales"]
-        found = scales.read(member, start, stop).copy().view(NUMPY_DTYPES[scales.entry.dtype])
-        compare_values(scales, member, start, numbers(matrix.scales[rows][:, group_of]), numbers(found))
+        for part, stated in ((held["scales"], matrix.scales), (held.get("minimums"), matrix.minimums)):
+            if part is not None and stated is not None:
+                found = part.read(member, start, stop).copy().view(NUMPY_DTYPES[part.entry.dtype])
+                compare_values(part, member, start, numbers(stated[rows][:, group_of]), numbers(found))
         zeros = matrix.zeros[rows][:, group_of]
         if "zero_points" in held:
             packed = held["zero_points"].read(member, start, stop)
@@ -158,17 +161,24 @@ def _blocks_fit(held: Mapping[str, Held], matrix: PackedMatrix) -> bool:
     codes, scales = held["codes"], held["scales"]
     entry, blocks = codes.entry, scales.entry.shape[-1]
     inside = matrix.group % entry.block == 0 or matrix.group >= matrix.columns
+    item = NUMPY_DTYPES[scales.entry.dtype].itemsize
     sizes = {
         "codes": blocks * entry.block * entry.bits // 8,
-        "scales": blocks * NUMPY_DTYPES[scales.entry.dtype].itemsize,
+        "scales": blocks * item,
+        "minimums": blocks * item,
         "zero_points": -(-blocks * entry.bits // 8),
     }
     fit = all(part.entry.nbytes == sizes[role] * part.slabs * part.rows for role, part in held.items())
-    floats = scales.entry.dtype != "U8" and all(part.entry.dtype == "U8" for r, part in held.items() if r != "scales")
-    if entry.bits == matrix.bits and inside and blocks == -(-matrix.columns // entry.block) and fit and floats:
+    roles = ("minimums" in held) == (matrix.minimums is not None)
+    floats = scales.entry.dtype != "U8" and all(
+        part.entry.dtype == (scales.entry.dtype if role in FLOATS else "U8") for role, part in held.items()
+    )
+    whole = entry.bits == matrix.bits and inside and blocks == -(-matrix.columns // entry.block)
+    if whole and fit and floats and roles:
         return True
-    found = f"{entry.bits} bits in {blocks} blocks of {entry.block}: {entry}, scales {scales.entry}"
-    codes.refuse(f"{matrix.bits} bits, {matrix.columns} columns in groups of {matrix.group}", found)
+    with_minimums = ", with minimums" if matrix.minimums is not None else ""
+    found = f"{entry.bits} bits in {blocks} blocks of {entry.block}: {entry}, scales {scales.entry}; {', '.join(held)}"
+    codes.refuse(f"{matrix.bits} bits, {matrix.columns} columns in groups of {matrix.group}{with_minimums}", found)
     return False
 
 

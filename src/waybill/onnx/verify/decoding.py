@@ -1,7 +1,8 @@
 """Packed checkpoints as integers, a second time: written from the formats' descriptions for proving packages.
 
 It shares nothing with the codecs that exports go through, so that a mistake there is not repeated here. Plain reads,
-one weight at a time, a field at a time: W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], g = k // group.
+one weight at a time, a field at a time: W[n, k] = (code[n, k] - zero[n, g]) · scale[n, g], or code · scale + minimum,
+g = k // group.
 """
 
 from __future__ import annotations
@@ -15,10 +16,19 @@ import numpy as np
 
 from waybill.checkpoint import TensorHeader
 from waybill.checkpoint.gguf import BLOCK_TYPES
-from waybill.config.gguf import METHOD, WITH_MINIMUM
+from waybill.config.gguf import AS_FLOATS, METHOD
 from waybill.config.quantization import FLOATS4, QuantizationConfig
 from waybill.errors import ActOrder, DtypeMismatch, FileChanged, PackingMismatch
-from waybill.onnx.verify.blocks import ZERO, block_codes, block_numbers, block_scales
+from waybill.onnx.verify.blocks import (
+    CENTRE,
+    FIELDS,
+    VALUES,
+    ZERO,
+    block_codes,
+    block_minimums,
+    block_numbers,
+    block_scales,
+)
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
 
 REPEATED_ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -72,9 +82,9 @@ class StoredTensors:
         return octets.view(dtype).reshape(stop - start, *tail)
 
     def floats(self, name: str, start: int, stop: int, axes: int = 1) -> Array:
-        """The same as numbers, also of GGUF blocks that have no packed form."""
+        """The same as numbers, also of GGUF blocks that may be read as such."""
         header = self.headers[name]
-        if header.dtype not in WITH_MINIMUM:
+        if header.dtype not in AS_FLOATS:
             return self.read(name, start, stop, axes)
         return block_numbers(header.dtype, self.octets(name).read(name, start, stop, axes))
 
@@ -130,7 +140,8 @@ def _fill(root: Path, header: TensorHeader, skip: int, octets: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One stored weight [N, K]: zero points and scales as numbers [N, G]; codes are unpacked when asked for.
+    """One stored weight [N, K]: zero points, scales and perhaps minimums as numbers [N, G]; codes are unpacked when
+    asked for. With minimums, zero points are the centre of the codes, from which operators are to count.
 
     `form` is a method, or a type of GGUF blocks.
     """
@@ -142,6 +153,7 @@ class PackedMatrix:
     zeros: Array
     scales: Array
     columns: int
+    minimums: Array | None = None
 
     @property
     def rows(self) -> int:
@@ -150,8 +162,11 @@ class PackedMatrix:
 
     def codes(self, start: int, stop: int) -> Array:
         """Rows of codes as integers, U8 [stop - start, K]; both ends are multiples of 8."""
-        if self.form in ZERO:
-            return block_codes(self.form, self.packed[start:stop])
+        if self.form in FIELDS:
+            codes = block_codes(self.form, self.packed[start:stop])
+            if self.form not in VALUES:
+                return codes
+            return (128 + np.asarray(VALUES[self.form])[codes]).astype(np.uint8)  # as a package holds them
         if self.form not in ("gptq", "awq"):
             return fields(self.packed[start:stop], self.bits)[:, : self.columns]
         out = np.empty((stop - start, self.columns), np.uint8)
@@ -206,8 +221,9 @@ def _blocks(stored: StoredTensors, weight: str, config: QuantizationConfig, expe
     octets = stored.octets(weight)
     raw = octets.whole(weight) if expert is None else octets.read(weight, expert, expert + 1)[0]
     scales = block_scales(header.dtype, raw)
-    zeros = np.full(scales.shape, ZERO[header.dtype], np.uint8)
-    return PackedMatrix(header.dtype, config.bits, config.group_size, raw, zeros, scales, header.shape[-1])
+    zeros = np.full(scales.shape, (ZERO | CENTRE).get(header.dtype, 128), np.uint8)
+    bits, minimums = 8 if header.dtype in VALUES else config.bits, block_minimums(header.dtype, raw)
+    return PackedMatrix(header.dtype, bits, config.group_size, raw, zeros, scales, header.shape[-1], minimums)
 
 
 def fields(octets: Array, bits: int) -> Array:

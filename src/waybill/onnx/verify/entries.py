@@ -21,7 +21,7 @@ FORMATS = (2,)
 MAX_BILL_BYTES = 256 << 20
 """Room for every expert of the largest models to be named several times."""
 DTYPES = ("F32", "F16", "BF16", "U8", "F8_E4M3", "F8_E5M2")
-ROLES = ("weight", "codes", "scales", "zero_points", "table")
+ROLES = ("weight", "codes", "scales", "zero_points", "minimums", "table")
 WIDTHS = (2, 4, 8)
 TABLES = ("E4M3", "E5M2")
 

@@ -67,7 +67,9 @@ class Origin:
         if not head:
             return matrix
         places = _stored_row(np.arange(matrix.rows), head)
-        return replace(matrix, packed=matrix.packed[places], zeros=matrix.zeros[places], scales=matrix.scales[places])
+        minimums = None if matrix.minimums is None else matrix.minimums[places]
+        packed, zeros, scales = (part[places] for part in (matrix.packed, matrix.zeros, matrix.scales))
+        return replace(matrix, packed=packed, zeros=zeros, scales=scales, minimums=minimums)
 
     def rows(self, weight: str) -> int:
         """Rows of one matrix, as its headers state them."""

@@ -128,7 +128,7 @@ def _prove(root: Path, claim: Claim, origin: Origin, verdicts: Verdicts) -> None
             expected, found = some(sorted(wanted)), f"other sources: {some(differ)}"
             verdicts.add(entry, mismatch("a weight was made from other tensors", entry, expected, found, OTHER))
     forms = {"weight"}, {"codes", "scales"}, {"codes", "scales", "zero_points"}
-    if claim.parts.keys() not in forms:
+    if claim.parts.keys() - {"minimums"} not in forms or claim.parts.keys() == {"weight", "minimums"}:
         found = ", ".join(sorted(claim.parts))
         verdicts.add(entry, mismatch("a weight lacks a part", entry, "codes and scales", found))
         return
