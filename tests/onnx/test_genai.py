@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts.pack_smollm2 import packed as packed_by_producer
-from scripts.smollm2 import unpacked
+from scripts.unpack_smollm2 import unpacked
 
 import waybill
 from checkpoints import Recipe, lively, llama, qwen2, qwen3, qwen3_moe, write_tokenizer

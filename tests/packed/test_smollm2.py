@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from scripts.pack_smollm2 import packed as packed_by_producer
-from scripts.smollm2 import unpacked
+from scripts.unpack_smollm2 import unpacked
 from transformers import AutoModelForCausalLM
 
 import waybill

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.smollm2 import unpacked
+from scripts.unpack_smollm2 import unpacked
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import waybill

@@ -8,7 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from scripts.smollm2 import gguf_file, unpacked
+from scripts.smollm2 import gguf_file
+from scripts.unpack_smollm2 import unpacked
 
 import waybill
 from commands import Capture, Patch, run, run_unread

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.smollm2 import gguf_file, unpacked
+from scripts.smollm2 import gguf_file
+from scripts.unpack_smollm2 import unpacked
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
