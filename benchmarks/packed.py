@@ -69,7 +69,7 @@ def _canonical(method: str, folder: Path, runs: int, machine: Runs) -> Row:
         f"≥ {reach / 1e9:.1f} GB/s" + ("" if method in RATES else f" ({COPY_SHARE:g} × copy)"),
         rate >= reach,
         LIMITS.get(
-            method, "taking blocks apart in numpy, a pass over each field; codes and scales read for themselves"
+            method, "taking blocks apart in numpy, a pass over each field"
         ),
     )
 
@@ -154,8 +154,7 @@ def _measure_canonical(folder: Path, way: str) -> Sample:
         start = time.perf_counter()
         kept = list(stream(bindings, reader, allocate, in_flight=plan.result_bytes))
         seconds = time.perf_counter() - start
-    names = {name for binding in bindings for name in binding.sources}
-    nbytes = sum(plan.checkpoint.tensors[name].nbytes for name in names)  # of what is read twice, once
+    nbytes = sum(binding.bytes_read for binding in bindings)
     return {"seconds": seconds, "bytes": nbytes, "rate": nbytes / seconds / 1e9, "kept": len(kept)}
 
 

@@ -18,7 +18,7 @@ from waybill.config.quantization import ComponentQuantizationPlan, QuantizationC
 from waybill.errors import WaybillError
 from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
-from waybill.plan.stream import materialize
+from waybill.plan.boxes import materialize
 from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.dequantize import dequantize_arrays
 

@@ -119,7 +119,7 @@ def dequantize(record: WeightRecord) -> Array:
     A value is float32(code - zero) · float32(scale), code · scale + minimum, what a codebook says of a code times its
     scale, or the float weight itself.
     """
-    from waybill.plan.stream import dequantized
+    from waybill.plan.boxes import dequantized
 
     origin = record.origin.fetched({record.origin.tensors[name].file for name in record.tensors})
     with RangeReader(origin) as reader:

@@ -280,7 +280,7 @@ def _largest(a: Storage, b: Storage, of_a: RangeReader, of_b: RangeReader) -> fl
     """The largest absolute difference, a block of rows after the other; two that are no numbers are equal."""
     import numpy as np
 
-    from waybill.plan.stream import dequantized
+    from waybill.plan.boxes import dequantized
 
     sides = [(each.row_by_row() if isinstance(each, CodebookWeight) else each, r) for each, r in ((a, of_a), (b, of_b))]
     rows, step = (a.shape or (1,))[0], max(VALUES // max(math.prod(a.shape[1:]), 1), 1)

@@ -25,7 +25,7 @@ from waybill.codecs.fp8 import float8_weight
 from waybill.codecs.mxfp4 import mxfp4_weight
 from waybill.codecs.registry import CODECS
 from waybill.engine.layers.lookup import looked_up
-from waybill.plan.stream import materialize
+from waybill.plan.boxes import materialize
 from waybill.weights import stored
 from waybill.weights.codebook import CodebookWeight, concat_codebooks, stack_codebooks
 from waybill.weights.dequantize import dequantize_codes, table_of, unpack

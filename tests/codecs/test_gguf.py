@@ -26,7 +26,7 @@ from waybill.onnx.verify.blocks import (
     block_numbers,
     block_scales,
 )
-from waybill.plan.stream import materialize
+from waybill.plan.boxes import materialize
 from waybill.weights import WeightRecord
 from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.dequantize import unpack

@@ -16,7 +16,7 @@ from waybill.codecs.registry import CODECS
 from waybill.errors import ActOrder, PackingMismatch, UnsupportedQuantization, WaybillError
 from waybill.families.decoder import decoder_components
 from waybill.manifest.quantization import read_quantization
-from waybill.plan.stream import materialize
+from waybill.plan.boxes import materialize
 
 LAYERS = Path(__file__).parents[1] / "golden" / "layers"
 INDEX: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from packed.meaning import canonical
 from parity.tolerances import LOGITS_FLOAT32
 from ranks import streamed
 from sessions import Package
+from waybill.checkpoint import RangeReader
 from waybill.config.gguf import AS_FLOATS, LAYOUTS, WITH_MINIMUM, reason
 from waybill.engine.context import Batch, get_global_ctx
 from waybill.engine.generate import generate
@@ -230,6 +231,25 @@ def test_a_rank_reads_only_the_heads_it_holds(tmp_path: Path) -> None:
         next(b for b in waybill.plan(tmp_path / "model.gguf", tp=tp).bindings if "qkv" in b.target) for tp in (1, 2)
     )
     assert half.bytes_read * 2 == whole.bytes_read
+
+
+@pytest.mark.parametrize("block_type", sorted(LAYOUTS))
+def test_codes_scales_and_minimums_of_a_block_are_made_of_one_reading(block_type: str, tmp_path: Path) -> None:
+    ggufs.model("qwen3moe", block_type).write(tmp_path / "experts.gguf")
+    ggufs.model("llama", block_type).write(tmp_path / "model.gguf")
+    for name in ("experts", "model"):
+        bill = waybill.plan(tmp_path / f"{name}.gguf")
+        assert streamed(bill)[1] == bill.bytes_read == bill.checkpoint.nbytes
+
+
+def test_an_export_reads_blocks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ggufs.model("llama", "Q4_K").write(tmp_path / "model.gguf")
+    readers = []
+    monkeypatch.setattr(RangeReader, "__enter__", lambda reader: readers.append(reader) or reader)
+    waybill.build(tmp_path / "model.gguf").save(tmp_path / "package")
+    stored = waybill.open(tmp_path / "model.gguf").nbytes
+    assert sum(reader.bytes_read for reader in readers) == waybill.plan(tmp_path / "model.gguf", "onnx").bytes_read
+    assert stored == waybill.plan(tmp_path / "model.gguf", "onnx").bytes_read
 
 
 @pytest.mark.parametrize("block_type", ["IQ3_S", "IQ2_XXS", "TQ1_0"])

@@ -11,7 +11,7 @@ from checkpoints import Array, safetensors_bytes
 from floating import Blocks, quantize
 from packers import opened, written
 from waybill.codecs.fp8 import float8_weight
-from waybill.plan.stream import materialize
+from waybill.plan.boxes import materialize
 from waybill.weights import FloatWeight, stored
 from waybill.weights.codebook import CodebookWeight
 from waybill.weights.dequantize import dequantize_codes

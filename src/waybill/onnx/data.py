@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
@@ -17,7 +19,7 @@ from waybill.plan import Binding
 from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS
 from waybill.plan.damage import bad_scales
 from waybill.plan.pages import Scratch
-from waybill.plan.stream import fill, ranges
+from waybill.plan.stream import fill_together, ranges
 from waybill.weights import LazyTensor
 from waybill.weights.dtypes import NUMPY_DTYPES, Array
 from waybill.weights.lazy import Decoded
@@ -104,15 +106,16 @@ def write_data(
         os.truncate(descriptor, layout.data_bytes)
         writer = _Writer(reader, descriptor, folder, layout, progress)
 
-        def one(name: str) -> tuple[str, str]:
-            if name in tables:
-                return name, writer.table(name, tables[name])
-            return name, writer.binding(name, bindings[name])
+        def made(names: Sequence[str]) -> list[str]:
+            if names[0] in tables:
+                return [writer.table(name, tables[name]) for name in names]
+            return writer.bundle(names, [bindings[name] for name in names])
 
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-write") as pool:
             try:
                 checks = [pool.submit(_look_at, binding, reader) for binding in checked]
-                digests = dict(pool.map(one, layout.places))
+                together = list(_together(layout, bindings))
+                digests = dict(chain.from_iterable(map(zip, together, pool.map(made, together))))
                 for check in checks:
                     check.result()
                 reader.confirm()
@@ -124,32 +127,47 @@ def write_data(
     return digests
 
 
+def _together(layout: Layout, bindings: Mapping[str, Binding]) -> Iterator[list[str]]:
+    """Names of initializers that are made together; a table is made alone."""
+    names: list[str] = []
+    for name in layout.places:
+        if names and not (name in bindings and bindings[name].shares):
+            yield names
+            names = []
+        names.append(name)
+    if names:
+        yield names
+
+
 def _look_at(binding: Binding, reader: RangeReader) -> None:
     """Make a value for what its decoder finds on the way."""
-    for _, part in pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize):
-        fill(binding, part, reader)
+    for parts in pieces([binding]):
+        fill_together([binding], parts, reader)
 
 
-def pieces(value: LazyTensor, item: int, axis: int = 0, at: int = 0) -> Iterator[tuple[int, LazyTensor]]:
-    """(byte offset, part) of parts of at most CHUNK bytes, or of one row of the last axis, in order.
+def pieces(bundle: Sequence[Binding]) -> Iterator[Sequence[LazyTensor]]:
+    """Parts of at most CHUNK bytes together, or of one row of the last axis that all have, in order.
 
     Decoded parts are larger: a producer may have packed along the other axis, and a block of a few outputs would be
     short runs of the file.
     """
-    limit = DECODED if any(isinstance(tile.source, Decoded) for tile in value.tiles) else CHUNK
-    nbytes = math.prod(value.shape) * item
-    if nbytes <= limit or axis == len(value.shape):
-        yield at, value
+    values = [binding.value for binding in bundle]
+    decoded = any(isinstance(tile.source, Decoded) for value in values for tile in value.tiles)
+    return _pieces(values, [NUMPY_DTYPES[b.dtype].itemsize for b in bundle], DECODED if decoded else CHUNK, 0)
+
+
+def _pieces(
+    values: Sequence[LazyTensor], items: Sequence[int], limit: int, axis: int
+) -> Iterator[Sequence[LazyTensor]]:
+    nbytes = sum(math.prod(value.shape) * item for value, item in zip(values, items, strict=True))
+    if nbytes <= limit or axis == min(len(value.shape) for value in values):
+        yield values
         return
-    row = nbytes // value.shape[axis]
-    if row > limit:
-        for index in range(value.shape[axis]):
-            yield from pieces(value.narrow(axis, index, 1), item, axis + 1, at + index * row)
-        return
-    rows = limit // row
-    for start in range(0, value.shape[axis], rows):
-        length = min(rows, value.shape[axis] - start)
-        yield at + start * row, value.narrow(axis, start, length)
+    length = values[0].shape[axis]
+    rows = limit // (nbytes // length)
+    for start in range(0, length, max(rows, 1)):
+        part = [value.narrow(axis, start, min(max(rows, 1), length - start)) for value in values]
+        yield from [part] if rows else _pieces(part, items, limit, axis + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,25 +186,18 @@ class _Writer:
         self.progress(len(octets))
         return blake3(octets).hexdigest()
 
-    def binding(self, name: str, binding: Binding) -> str:
-        """One initializer: linked, copied inside the kernel, or made piece by piece."""
-        place = self.layout.places[name]
-        whole = binding.role in SCALE_ROLES  # few, and looked at as a whole
-        linked = name in self.layout.linked
-        if binding.is_direct and not (whole or linked) and self._copied(binding, place):
-            return digest(self.folder / place.file, place, self.progress)
-        made_of = blake3()
-        parts = [(0, binding.value)] if whole else pieces(binding.value, NUMPY_DTYPES[binding.dtype].itemsize)
-        for at, part in parts:
-            made = fill(binding, part, self.reader, self.scratch)
-            if whole and (found := bad_scales(made.view(NUMPY_DTYPES[binding.dtype]), binding)):
-                raise found
-            octets = memoryview(made)  # type: ignore[arg-type]
-            made_of.update(octets)
-            if not linked:
-                _write(self.descriptor, octets, place.offset + at)
-            self.progress(len(octets))
-        return made_of.hexdigest()
+    def bundle(self, names: Sequence[str], bundle: Sequence[Binding]) -> list[str]:
+        """Initializers that share their bytes, or one: linked, copied inside the kernel, or made piece by piece."""
+        name, binding = names[0], bundle[0]
+        looked_at = binding.role in SCALE_ROLES or name in self.layout.linked
+        if len(bundle) == 1 and binding.is_direct and not looked_at and self._copied(binding, self.layout.places[name]):
+            place = self.layout.places[name]
+            return [digest(self.folder / place.file, place, self.progress)]
+        written = [_Written(self, name, binding) for name, binding in zip(names, bundle, strict=True)]
+        for parts in pieces(bundle):
+            for each, made in zip(written, fill_together(bundle, parts, self.reader, self.scratch), strict=True):
+                each.add(made)
+        return [each.finish() for each in written]
 
     def _copied(self, binding: Binding, place: Place) -> bool:
         """Whether the kernel could copy every range; where it fails, reading and writing show which of the two does."""
@@ -196,6 +207,41 @@ class _Writer:
         except OSError:
             return False
         return True
+
+
+class _Written:
+    """One initializer that is made in pieces. Scales are few, and looked at as a whole before they are written."""
+
+    def __init__(self, writer: _Writer, name: str, binding: Binding) -> None:
+        self._writer, self._binding = writer, binding
+        self._place = None if name in writer.layout.linked else writer.layout.places[name]
+        self._whole = np.empty(binding.nbytes, np.uint8) if binding.role in SCALE_ROLES else None
+        self._made_of = blake3()
+        self._done = 0
+
+    def add(self, made: Array) -> None:
+        """The next piece, which may be overwritten afterwards."""
+        if self._whole is None:
+            self._put(made)
+        else:
+            self._whole[self._done : self._done + len(made)] = made
+        self._done += len(made)
+
+    def finish(self) -> str:
+        """The digest of the whole."""
+        if self._whole is not None:
+            if found := bad_scales(self._whole.view(NUMPY_DTYPES[self._binding.dtype]), self._binding):
+                raise found
+            self._done = 0
+            self._put(self._whole)
+        return self._made_of.hexdigest()
+
+    def _put(self, made: Array) -> None:
+        octets = memoryview(made)  # type: ignore[arg-type]
+        self._made_of.update(octets)
+        if self._place is not None:
+            _write(self._writer.descriptor, octets, self._place.offset + self._done)
+        self._writer.progress(len(octets))
 
 
 def digest(path: Path, place: Place, progress: Callable[[int], None]) -> str:

@@ -13,7 +13,7 @@ from waybill.weights import LazyTensor, Storage
 from waybill.weights.affine import AffinePackedWeight
 from waybill.weights.codebook import LARGEST, CodebookWeight
 from waybill.weights.lazy import Decoded
-from waybill.weights.ranges import bytes_read
+from waybill.weights.ranges import bytes_read, shares
 from waybill.weights.record import concat_weights, stack_weights
 from waybill.weights.widened import widened
 
@@ -31,7 +31,10 @@ def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, targ
         layers.append(stack_weights(members, 1) if spec.interleave else concat_weights(members, spec.axis))
     weight = stack_weights(layers) if spec.stack else layers[0]
     sources = tuple(dict.fromkeys(name for key in sorted(slots) for name in slots[key].tensors))
-    for role, value in target.arrange(spec, weight).items():
+    arranged = target.arrange(spec, weight)
+    codes = arranged.get("codes")
+    for role, value in arranged.items():
+        shared = codes is not None and value is not codes and shares(codes, value)
         own = dtype if role == "weight" or (role in SCALE_ROLES and target.casts_scales) else value.dtype
         yield Binding(
             target=part_name(spec.name, role),
@@ -39,12 +42,13 @@ def bind(spec: ParameterSpec, slots: Slots, rank: int, tp: int, dtype: str, targ
             dtype=own,
             sources=sources,
             operations=_operations(spec, value, rank, tp, own),
-            bytes_read=bytes_read(value),
+            bytes_read=0 if shared else bytes_read(value),
             value=value,
             tied_to=part_name(spec.tied_to, role) if spec.tied_to else None,
             role=role,
             largest=_largest(weight, role, dtype) if role in SCALE_ROLES else None,
             numbers=_numbers(weight) if role == "codes" else None,
+            shares=shared,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,8 @@ class Binding:
     """The largest scale, or minimum, that the dtype that is computed in has room for."""
     numbers: str | None = None
     """The dtype that U8 codes are numbers of, where each is one."""
+    shares: bool = False
+    """Whether it is made of the bytes that the codes before it are made of, and of no others: they are read once."""
 
     @property
     def is_direct(self) -> bool:
@@ -57,6 +59,18 @@ class Binding:
     def nbytes(self) -> int:
         """Bytes of the finished parameter."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+def bundles(bindings: Iterable[Binding]) -> Iterator[tuple[Binding, ...]]:
+    """Bindings that are made together: each, and those after it that share its bytes."""
+    bundle: list[Binding] = []
+    for binding in bindings:
+        if bundle and not binding.shares:
+            yield tuple(bundle)
+            bundle = []
+        bundle.append(binding)
+    if bundle:
+        yield tuple(bundle)
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from waybill.checkpoint import RangeReader, TensorHeader
-from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS, Binding
+from waybill.checkpoint import RangeReader
+from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS, Binding, bundles
+from waybill.plan.boxes import Held, read_box
 from waybill.plan.damage import bad_scales, inexact_scales, non_finite, overflow
 from waybill.plan.pages import Scratch, populate
-from waybill.weights import Storage
-from waybill.weights.affine import AffinePackedWeight
-from waybill.weights.codebook import CodebookWeight
-from waybill.weights.dequantize import dequantize_arrays, dequantize_codes
 from waybill.weights.dtypes import NUMPY_DTYPES, Array, all_finite, cast_into
 from waybill.weights.lazy import Decoded, LazyTensor, Tile
-from waybill.weights.ranges import Layout, bytes_read, is_direct, layout, read_through, strides
+from waybill.weights.ranges import bytes_read, is_direct, layout, read_through
 
 SEGMENTS = 256
 """Runs one job reads at most, so that many short runs are shared among the threads too."""
@@ -35,11 +33,16 @@ SEGMENTS = 256
 DECODED = 2 << 20
 """Bytes of a block that is decoded: source, result and what lies between stay in the outer caches."""
 
+ALIGNMENT = 64
+"""Bytes between the beginnings of results that lie in one piece of memory."""
+
 IN_FLIGHT = 256 << 20
 """Result bytes filled ahead of the consumer, unless told."""
 
 Job = Callable[[], int]
-"""Fills a part of one result; returns the result bytes it filled."""
+"""Fills a part of one result, or of several that share what is read; returns the result bytes it filled."""
+Results = Sequence[tuple[Binding, Array]]
+"""Bindings that are made together, and where."""
 
 
 def stream(
@@ -54,7 +57,7 @@ def stream(
     """Yield each binding once, in order, with its bytes in the array that `allocate` gave.
 
     `allocate` returns an uninitialised uint8 array of `binding.nbytes`. At most `in_flight` result bytes (or one
-    binding, if larger) are being filled ahead of the consumer, plus CHUNK bytes of scratch a thread.
+    weight, if larger) are being filled ahead of the consumer, plus CHUNK bytes of scratch a thread.
 
     Raises:
         FileChanged: a file is not the one the plan was made from, or no longer is when all has been read.
@@ -62,37 +65,39 @@ def stream(
         BadScales: the scales of a packed weight are not finite, or zero for a whole group.
         NonFiniteWeight: `check_finite` was asked for and found NaN or infinity.
     """
-    waiting: deque[tuple[Binding, Array, list[Future[int]]]] = deque()
+    waiting: deque[tuple[Results, list[Future[int]]]] = deque()
     ahead = 0
 
-    def finish() -> tuple[Binding, Array]:
+    def finish() -> Results:
         nonlocal ahead
-        binding, result, jobs = waiting.popleft()
-        filled = 0
+        results, jobs = waiting.popleft()
+        unfilled = nbytes = sum(binding.nbytes for binding, _ in results)
         for job in jobs:
             told = job.result()
-            filled += told
+            unfilled -= told
             progress(told)
-        if filled < binding.nbytes:
-            progress(binding.nbytes - filled)  # padding
-        ahead -= binding.nbytes
-        if binding.role in SCALE_ROLES and (found := bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
-            raise found
-        numbers = binding.dtype if binding.role == "weight" else binding.numbers
-        if check_finite and numbers and not all_finite(result.view(NUMPY_DTYPES[numbers])):
-            raise non_finite(binding)
-        return binding, result
+        if unfilled:
+            progress(unfilled)  # padding
+        ahead -= nbytes
+        for binding, result in results:
+            if binding.role in SCALE_ROLES and (found := bad_scales(result.view(NUMPY_DTYPES[binding.dtype]), binding)):
+                raise found
+            numbers = binding.dtype if binding.role == "weight" else binding.numbers
+            if check_finite and numbers and not all_finite(result.view(NUMPY_DTYPES[numbers])):
+                raise non_finite(binding)
+        return results
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-read") as pool:
         try:
-            for binding in bindings:
-                while waiting and ahead + binding.nbytes > in_flight:
-                    yield finish()
-                result = allocate(binding)
-                ahead += binding.nbytes
-                waiting.append((binding, result, [pool.submit(job) for job in _jobs(binding, reader, result)]))
+            for bundle in bundles(bindings):
+                nbytes = sum(binding.nbytes for binding in bundle)
+                while waiting and ahead + nbytes > in_flight:
+                    yield from finish()
+                results = [(binding, allocate(binding)) for binding in bundle]
+                ahead += nbytes
+                waiting.append((results, [pool.submit(job) for job in _jobs(results, reader)]))
             while waiting:
-                yield finish()
+                yield from finish()
             reader.confirm()
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -138,15 +143,31 @@ def fill(
     allocate: Callable[[int], Array] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Array:
     """The bytes of a part of a binding's value, in the binding's dtype, made in this thread."""
-    own = replace(binding, shape=part.shape, value=part)
-    result = allocate(own.nbytes)
-    for job in _jobs(own, reader, result):
+    return fill_together((binding,), (part,), reader, allocate)[0]
+
+
+def fill_together(
+    bundle: Sequence[Binding],
+    parts: Sequence[LazyTensor],
+    reader: RangeReader,
+    allocate: Callable[[int], Array] = lambda nbytes: np.empty(nbytes, np.uint8),
+) -> list[Array]:
+    """The same of bindings that share their bytes, and of the same rows of each; in one piece of memory."""
+    own = [replace(binding, shape=part.shape, value=part) for binding, part in zip(bundle, parts, strict=True)]
+    ends = list(accumulate((-(-binding.nbytes // ALIGNMENT) * ALIGNMENT for binding in own), initial=0))
+    room = allocate(ends[-2] + own[-1].nbytes)
+    results = [room[start : start + binding.nbytes] for start, binding in zip(ends, own, strict=False)]
+    for job in _jobs(list(zip(own, results, strict=True)), reader):
         job()
-    return result
+    return results
 
 
-def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
-    """Everything to be done for one binding, in file order."""
+def _jobs(results: Results, reader: RangeReader) -> Iterator[Job]:
+    """Everything to be done for one binding, or several that share their bytes, in file order."""
+    if len(results) > 1:
+        yield from _shared_jobs(results, reader)
+        return
+    ((binding, result),) = results
     direct: list[tuple[str, int, int, int]] = []
     staged: list[Tile] = []
     covered = 0
@@ -160,7 +181,15 @@ def _jobs(binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]
         result[:] = 0  # padding; before any job of this binding starts
     yield from _direct_jobs(direct, reader, result)
     for tile in staged:
-        yield from _staged_jobs(tile, binding, reader, result)
+        yield from _staged_jobs([(tile, binding, result)], reader)
+
+
+def _shared_jobs(results: Results, reader: RangeReader) -> Iterator[Job]:
+    for binding, result in results:
+        if sum(math.prod(tile.shape) for tile in binding.value.tiles) < math.prod(binding.shape):
+            result[:] = 0
+    for tiles in zip(*(binding.value.tiles for binding, _ in results), strict=True):
+        yield from _staged_jobs([(tile, *made) for tile, made in zip(tiles, results, strict=True)], reader)
 
 
 def _segments(tile: Tile, binding: Binding) -> Iterator[tuple[str, int, int, int]]:
@@ -220,25 +249,38 @@ def _read(reader: RangeReader, file: str, segments: list[tuple[int, memoryview]]
     return nbytes
 
 
-def _staged_jobs(tile: Tile, binding: Binding, reader: RangeReader, result: Array) -> Iterator[Job]:
-    """Blocks along one stored axis."""
+def _staged_jobs(made: Sequence[tuple[Tile, Binding, Array]], reader: RangeReader) -> Iterator[Job]:
+    """Blocks along one stored axis of a tile, and the same of others that share its bytes."""
+    places = [_Place(tile, binding, _inside(result, tile, binding)) for tile, binding, result in made]
+    tile, _, array = places[0]
+    blocks = _blocks_of(tile)
+    if blocks is None or any(blocks[0] >= place.array.ndim for place in places):
+        yield partial(_stage_all, places, 0, None, reader)
+        return
+    axis, nbytes = blocks
+    length = array.shape[axis]
+    row = math.prod(read_through(tile).shape) // length
+    rows = max(nbytes // (row * max(array.dtype.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
+    for start in range(0, length, rows):
+        yield partial(_stage_all, places, axis, (start, min(start + rows, length)), reader)
+
+
+class _Place(NamedTuple):
+    """A tile, whose it is, and where it lies in the result, along the stored axes."""
+
+    tile: Tile
+    binding: Binding
+    array: Array
+
+
+def _inside(result: Array, tile: Tile, binding: Binding) -> Array:
     loops = layout(tile, binding.shape)
     target = NUMPY_DTYPES[binding.dtype]
-    place = np.lib.stride_tricks.as_strided(
+    return np.lib.stride_tricks.as_strided(
         result.view(target)[loops.target_base :],
         shape=loops.extent,
         strides=[stride * target.itemsize for stride in loops.target_strides],
     )
-    blocks = _blocks_of(tile)
-    if blocks is None:
-        yield partial(_stage, tile, 0, None, binding, reader, place)
-        return
-    axis, nbytes = blocks
-    row = math.prod(read_through(tile).shape) // loops.extent[axis]
-    rows = max(nbytes // (row * max(target.itemsize, NUMPY_DTYPES[tile.source.dtype].itemsize)), 1)
-    for start in range(0, loops.extent[axis], rows):
-        stop = min(start + rows, loops.extent[axis])
-        yield partial(_stage, tile, axis, (start, stop), binding, reader, place)
 
 
 def _blocks_of(tile: Tile) -> tuple[int, int] | None:
@@ -266,10 +308,14 @@ def _blocks_of(tile: Tile) -> tuple[int, int] | None:
     return axis, CHUNK if read[axis] > whole else DECODED
 
 
-def _stage(
-    tile: Tile, axis: int, rows: tuple[int, int] | None, binding: Binding, reader: RangeReader, place: Array
-) -> int:
+def _stage_all(places: Sequence[_Place], axis: int, rows: tuple[int, int] | None, reader: RangeReader) -> int:
+    held: Held | None = {} if len(places) > 1 else None
+    return sum(_stage(place, axis, rows, reader, held) for place in places)
+
+
+def _stage(place: _Place, axis: int, rows: tuple[int, int] | None, reader: RangeReader, held: Held | None) -> int:
     """Read or decode a block, cut away what was read through, cast, and put it in its place."""
+    tile, binding, array = place
     wide = read_through(tile)
     start, extent, inner = list(wide.start), list(wide.shape), list(tile.start)
     index: list[Any] = [slice(None)] * len(extent)
@@ -278,8 +324,8 @@ def _stage(
         inner[axis] = start[axis]
         extent[axis] = rows[1] - rows[0]
         index[axis] = slice(*rows)
-    block = _box(tile.source, tuple(start), tuple(extent), reader)
-    destination = place[(*index, ...)]
+    block = read_box(tile.source, tuple(start), tuple(extent), reader, held)
+    destination = array[(*index, ...)]
     cut: tuple[Any, ...] = tuple(
         slice(i - s, i - s + n) for i, s, n in zip(inner, start, destination.shape, strict=True)
     )
@@ -291,53 +337,3 @@ def _stage(
     if binding.role in SCALE_ROLES and made is not stored and (found := inexact_scales(stored, made, tile, binding)):
         raise found
     return destination.size * destination.dtype.itemsize
-
-
-def _box(source: TensorHeader | Decoded, start: tuple[int, ...], extent: tuple[int, ...], reader: RangeReader) -> Array:
-    """A box of a stored tensor as it lies, or of a decoded one."""
-    if isinstance(source, Decoded):
-        inputs = source.decoder.inputs(start, extent)
-        return source.decoder.decode([materialize(value, reader) for value in inputs], start, extent)
-    dtype = NUMPY_DTYPES[source.dtype]
-    raw = np.empty(math.prod(extent) * dtype.itemsize, np.uint8)
-    view = memoryview(raw)  # type: ignore[arg-type]
-    steps = strides(source.shape)
-    base = sum(i * s for i, s in zip(start, steps, strict=True))
-    loops = Layout(extent, steps, base, strides(extent), 0)
-    nbytes = loops.run[0] * dtype.itemsize
-    segments = [
-        (source.offset + at * dtype.itemsize, view[to * dtype.itemsize : to * dtype.itemsize + nbytes])
-        for at, to in loops.runs()
-    ]
-    reader.read_into(source.file, segments)
-    return raw.view(dtype).reshape(extent)
-
-
-def materialize(value: LazyTensor, reader: RangeReader) -> Array:
-    """The whole of a lazy tensor as an array of its own dtype: for small things, and for inputs of decoders."""
-
-    def placed(tile: Tile) -> Array:
-        wide = read_through(tile)
-        block = _box(tile.source, wide.start, wide.shape, reader)
-        cut = tuple(slice(i - s, i - s + n) for i, s, n in zip(tile.start, wide.start, tile.extent, strict=True))
-        followed = [axis for axis in tile.axes if axis is not None]
-        fixed = tuple(axis for axis in range(block.ndim) if axis not in followed)
-        return block[cut].transpose((*fixed, *followed)).reshape(tile.shape)
-
-    if len(value.tiles) == 1 and value.tiles[0].shape == value.shape:
-        return np.asarray(placed(value.tiles[0]), order="C")
-    result = np.zeros(value.shape, NUMPY_DTYPES[value.dtype])
-    for tile in value.tiles:
-        result[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))] = placed(tile)
-    return result
-
-
-def dequantized(weight: Storage, reader: RangeReader) -> Array:
-    """All values of a weight as float32."""
-    parts = {role: materialize(value, reader) for role, value in weight.parts.items()}
-    if isinstance(weight, AffinePackedWeight):
-        bits, zeros, minimums = weight.layout.bits, parts.get("zero_points"), parts.get("minimums")
-        return dequantize_arrays(parts["codes"], parts["scales"], zeros, bits, weight.in_features, minimums)
-    if isinstance(weight, CodebookWeight):
-        return dequantize_codes(parts["codes"], parts[weight.layout.scale_role], weight.layout)
-    return parts["weight"].astype(np.float32)

@@ -192,7 +192,7 @@ def _made(bill: Plan, rows: Iterable[Row]) -> Iterator[Item]:
 
 def _by_shard(binding: Binding) -> Counter[str]:
     total: Counter[str] = Counter()
-    for file, nbytes in reads(binding.value):
+    for file, nbytes in () if binding.shares else reads(binding.value):
         total[file] += nbytes
     return total
 

@@ -112,6 +112,19 @@ def bytes_read(value: LazyTensor) -> int:
     return sum(map(_tile_bytes, value.tiles))
 
 
+def shares(value: LazyTensor, other: LazyTensor) -> bool:
+    """Whether both are decoded from the same stored boxes, tile by tile: read for the one, they are there for both."""
+    return len(value.tiles) == len(other.tiles) > 0 and all(map(_of_the_same, value.tiles, other.tiles))
+
+
+def _of_the_same(one: Tile, other: Tile) -> bool:
+    a, b = one.source, other.source
+    if not isinstance(a, Decoded) or not isinstance(b, Decoded) or (a.offset, a.name) != (b.offset, b.name):
+        return False
+    needed, again = a.decoder.inputs(one.start, one.extent), b.decoder.inputs(other.start, other.extent)
+    return len(needed) == len(again) > 0 and all(x == y or shares(x, y) for x, y in zip(needed, again, strict=True))
+
+
 def reads(value: LazyTensor) -> Iterator[tuple[str, int]]:
     """The same in parts: a file, and bytes that are asked of it."""
     for tile in value.tiles:
