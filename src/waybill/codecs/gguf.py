@@ -24,6 +24,8 @@ from waybill.weights.dtypes import NUMPY_DTYPES, Array
 from waybill.weights.lazy import Decoded, LazyTensor, stored
 from waybill.weights.record import PackedStorage
 
+STEP = 128 << 10
+"""Bytes of blocks that are taken apart at once."""
 Box = tuple[int, ...]
 Part = Callable[[Array], Array]
 """Blocks U8 [..., bytes] to something of each."""
@@ -234,7 +236,7 @@ class Blocks:
         axis = len(self.octets.shape) - 1
         first, last = self._blocks(start[axis], extent[axis])
         with np.errstate(invalid="ignore"):  # what is no number is refused where scales are looked at
-            made = self.part(_runs(arrays[0], self.block_bytes))
+            made = _in_steps(self.part, arrays[0].reshape(-1, self.block_bytes))
         whole = made.reshape(*extent[:axis], (last - first) * self.positions, *(-1 for _ in extent[axis + 1 :]))
         begin = (start[axis] - first * self.positions, *start[axis + 1 :])
         cut: tuple[Any, ...] = tuple(slice(at, at + n) for at, n in zip(begin, extent[axis:], strict=True))
@@ -242,6 +244,19 @@ class Blocks:
 
     def _blocks(self, start: int, length: int) -> tuple[int, int]:
         return start // self.positions, -(-(start + length) // self.positions)
+
+
+def _in_steps(part: Part, blocks: Array) -> Array:
+    """What `part` makes of blocks [n, bytes], few at a time: what lies between stays in the cache, and in memory that
+    the allocator keeps.
+    """
+    step = max(STEP // blocks.shape[1], 1)
+    first = part(blocks[:step])
+    out = np.empty((len(blocks), *first.shape[1:]), first.dtype)
+    out[:step] = first
+    for at in range(step, len(blocks), step):
+        out[at : at + step] = part(blocks[at : at + step])
+    return out
 
 
 def packed(header: TensorHeader) -> PackedStorage:

@@ -30,8 +30,9 @@ from waybill.weights.ranges import bytes_read, is_direct, layout, read_through
 SEGMENTS = 256
 """Runs one job reads at most, so that many short runs are shared among the threads too."""
 
-DECODED = 2 << 20
-"""Bytes of a block that is decoded: source, result and what lies between stay in the outer caches."""
+DECODED = 1 << 20
+"""Bytes of a block that is decoded: source, result and what lies between stay in the outer caches, and in memory that
+the allocator keeps: twice as much is given back to the kernel after each block, and faulted in again."""
 
 ALIGNMENT = 64
 """Bytes between the beginnings of results that lie in one piece of memory."""
