@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from waybill.api import open as open_checkpoint
 from waybill.checkpoint import Checkpoint, RangeReader, TensorHeader
 from waybill.differences import Comparison, Difference, Layout, Stored, ValueDifference
-from waybill.errors import BadConfig, Refused, UnsupportedFeature, UnsupportedRope, WaybillError
+from waybill.errors import Refused, UnsupportedFeature, UnsupportedRope, WaybillError
 from waybill.families import family_of
 from waybill.manifest.quantization import OWN_TYPES
 from waybill.plan.bill import CHUNK
@@ -34,8 +34,6 @@ _CONFIG = "config.json"
 VALUES = 1 << 21
 """Values of a weight that are compared together."""
 THREADS = 2
-DEEPEST = 64
-"""Levels of a settings file."""
 Progress = Callable[[int], None]
 
 
@@ -103,8 +101,6 @@ def read_side(path: str | Path, dequantize: bool = False) -> Side:
 
 def compare_sides(a: Side, b: Side, *, values: bool, progress: Progress = lambda _: None) -> Comparison:
     """The same of what was described already, and lies on this disk."""
-    for side in (a, b):
-        _require_shallow(side)
     alike = a.is_package == b.is_package
     both = a.documents.keys() & b.documents.keys()  # of a checkpoint and a package: what is copied
     names = [n for n in {**a.documents, **b.documents} if alike or n in both]
@@ -189,20 +185,6 @@ def _as_packaged(a: Mapping[str, Layout], b: Mapping[str, Layout]) -> dict[str, 
     """`b`, with what an export refined, so that its operators take it, as the other side has it."""
     pairs = ((name, a.get(name, layout), layout) for name, layout in b.items())
     return {name: one if one.holds(layout) or layout.holds(one) else layout for name, one, layout in pairs}
-
-
-def _require_shallow(side: Side) -> None:
-    """Settings come from strangers, and are gone through field by field."""
-    for name, document in side.documents.items():
-        level: list[Any] = [document]
-        for _ in range(DEEPEST):
-            inner = (each.values() if isinstance(each, Mapping) else each for each in level)
-            level = [value for values in inner for value in values if isinstance(value, (Mapping, list))]
-        if level:
-            raise BadConfig(
-                "settings are nested too deeply", where=f"{Path(side.path) / name}", found="more",
-                expected=f"{DEEPEST} levels at most", fix=f"download {name} again; no model's is like that",
-            )  # fmt: skip
 
 
 def _differ(a: Mapping[str, Any], b: Mapping[str, Any], at: str = "") -> Iterator[Difference]:

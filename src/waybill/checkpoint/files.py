@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from waybill.checkpoint.gguf import GgufHeader, read_gguf
 from waybill.checkpoint.header import FileHeader, read_header
+from waybill.checkpoint.places import homes
 from waybill.errors import MissingShard, PathEscape
 
 _T = TypeVar("_T")
@@ -81,7 +82,7 @@ class Folder:
             real = (self.root / name).resolve()
         except (OSError, RuntimeError):  # a link that leads to itself
             raise self._broken_link(name) from None
-        if not any(real.is_relative_to(place) for place in _allowed_roots(self.root)):
+        if not any(real.is_relative_to(home) for home in homes(self.root)):
             raise escape(name, "folder", f"a link to {real}")
         if not real.exists():
             raise self._broken_link(name)
@@ -134,16 +135,3 @@ def escape(name: str, where: str, found: str) -> PathEscape:
         found=found,
         fix="copy the file into the folder, or name its real folder",
     )
-
-
-def _allowed_roots(root: Path) -> list[Path]:
-    """Where a weight file may really lie: the folder, or a blob store when it is a Hugging Face cache snapshot.
-
-    A store belongs to one repository, or, of files that several have, to the cache.
-    """
-    real = root.resolve()
-    if real.parent.name != "snapshots":
-        return [real]
-    repository = real.parent.parent
-    shared = [repository.parent / "blobs"] if repository.name.startswith("models--") else []
-    return [real, repository / "blobs", *shared]

@@ -31,6 +31,9 @@ SIDE_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.
 FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 """Weight files of other formats, named when there is nothing we can read."""
 
+MOST_SHARDS = 4096
+"""Files of one model; the largest have a few hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -230,39 +233,48 @@ def _weight_files(files: Files, findings: Findings) -> tuple[list[str], dict[str
 
 def _read_index(path: Path, findings: Findings) -> dict[str, str] | None:
     try:
-        weight_map = read_object(path).get("weight_map")
+        weight_map: Any = read_object(path).get("weight_map")
     except CheckpointError as error:
         findings.problems.append(error)
         return None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        wrong = (
-            next((f"{k!r}: {v!r}" for k, v in weight_map.items() if not isinstance(v, str)), "nothing in it")
-            if isinstance(weight_map, dict)
-            else ""
-        )
+    if wrong := _unusable(weight_map):
         findings.problems.append(
             BadIndex(
                 "the index has no usable weight_map",
                 where=path.name,
                 expected='"weight_map": {tensor name: file name, …}',
-                found=f"weight_map with {wrong}"[:160] if wrong else f"weight_map of type {type(weight_map).__name__}",
+                found=f"weight_map {wrong}"[:160],
                 fix=f"download {path.name} again, or delete it if all shards are here",
             )
         )
         return None
-    return weight_map
+    return dict(weight_map)
+
+
+def _unusable(weight_map: Any) -> str:
+    """What is wrong with a map from tensors to files, if something is."""
+    if not isinstance(weight_map, dict):
+        return f"of type {type(weight_map).__name__}"
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            return f"with {name!r}: {file!r}"
+    files = len(set(weight_map.values()))
+    return f"with {files:,} files" if files > MOST_SHARDS else "" if files else "with nothing in it"
 
 
 def _held(files: Files, names: list[str], index: str, findings: Findings) -> list[str]:
     """Keep the listed names that exist inside the folder; report the rest all at once."""
-    good, missing = [], []
+    good, missing, outside = [], [], []
     for name in names:
         if leaves(name):
-            findings.problems.append(escape(name, index, "a path that leaves the folder"))
+            outside.append(name)
         elif not files.holds(name):
             missing.append(name)
         else:
             good.append(name)
+    if outside:
+        others = f", as {len(outside) - 1:,} others do" if len(outside) > 1 else ""
+        findings.problems.append(escape(outside[0], index, f"a path that leaves the folder{others}"))
     if missing:
         findings.problems.append(
             MissingShard(

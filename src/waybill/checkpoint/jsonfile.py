@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from waybill.checkpoint.places import require_inside
 from waybill.errors import BadJson
 
 MAX_CONFIG_BYTES = 16 << 20
 """Far above any real config.json, index of 40,000 tensors or tokenizer_config.json."""
+MAX_DEPTH = 64
+"""Objects and lists inside each other: several times any real file, and far from what Python can show of them."""
 
 
 class _Broken(ValueError):
@@ -40,7 +43,13 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise ValueError("not UTF-8 text") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")
-    return value
+    inner: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        values = (item.values() if type(item) is dict else item for item in inner)
+        inner = [item for some in values for item in some if type(item) in (dict, list)]
+        if not inner:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -48,8 +57,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         BadJson: unreadable, too large, not strict JSON, or not an object.
+        PathEscape: it is a link out of its folder.
     """
     try:
+        require_inside(path)
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("a directory, device or pipe")
         with path.open("rb") as file:

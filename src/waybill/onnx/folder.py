@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from waybill.checkpoint.jsonfile import read_object
+from waybill.checkpoint.places import require_inside
 from waybill.errors import BadPackage, PathEscape
 from waybill.onnx.publish import MARKER
 
@@ -22,6 +23,8 @@ PARTS = ("encoder", "vision", "speech", "embedding")
 SINGLE = ("decoder_start_token_id", "image_token_id", "audio_token_id")
 TOKENS = (*SINGLE, "prompt_ids", "language_token_ids", "suppress_tokens", "begin_suppress_tokens")
 """What a model of several graphs says of its tokens: one, or a list."""
+LARGEST_STATE = 1 << 16
+"""Heads of a cache, and elements of one."""
 MOST_THREADS = 1024
 """More than any machine's cores; the runtime would start every one it is told to."""
 
@@ -108,8 +111,8 @@ def read_package(folder: Path) -> Package:
         _graph(decoder.get("filename"), folder),
         vocab_size,
         _count(config, "context_length", folder),
-        _count(decoder, "num_key_value_heads", folder),
-        _count(decoder, "head_size", folder),
+        _count(decoder, "num_key_value_heads", folder, LARGEST_STATE),
+        _count(decoder, "head_size", folder, LARGEST_STATE),
         stop_tokens(config, {}),
         threads,
         parts={name: _graph(part.get("filename"), folder) for name, part in parts.items()},
@@ -146,10 +149,10 @@ def _object(fields: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, 
     return value
 
 
-def _count(fields: Mapping[str, Any], name: str, folder: Path) -> int:
+def _count(fields: Mapping[str, Any], name: str, folder: Path, most: int = (1 << 31) - 1) -> int:
     value = fields.get(name)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise _broken(folder, name, "a positive number", value)
+    if type(value) is not int or not 0 < value <= most:
+        raise _broken(folder, name, f"a positive number, at most {most:,}", value)
     return value
 
 
@@ -186,4 +189,4 @@ def _graph(name: Any, folder: Path) -> Path:
             found=", ".join(sorted(path.name for path in folder.glob("*.onnx"))) or "no .onnx file",
             fix="copy the whole package folder, or export it again",
         )
-    return folder / name
+    return require_inside(folder / name)

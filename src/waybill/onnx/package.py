@@ -18,7 +18,7 @@ from waybill.onnx.component import Component, notices, unbound
 from waybill.onnx.data import lay_out
 from waybill.onnx.publish import publication, require_outside
 from waybill.onnx.verify.entries import ComponentEntries, read_entries
-from waybill.onnx.verify.structure import examine, overlaps
+from waybill.onnx.verify.structure import examine, locate, overlaps
 from waybill.onnx.writing import Progress, all_bindings, all_tables, write_package
 
 
@@ -58,7 +58,13 @@ class SavedComponent:
         return sum(entry.nbytes for entry in self.entries.initializers.values())
 
     def model(self) -> ir.Model:
-        """The graph; its initializers stay on disk until they are looked at."""
+        """The graph; its initializers stay on disk until they are looked at.
+
+        Raises:
+            Refused: it refers to anything but what waybill.json lists, or is not the graph that was exported.
+        """
+        if problems := examine(self.folder, self.entries)[0]:
+            raise Refused(problems)
         return ir.load(self.folder / self.entries.file)
 
 
@@ -174,6 +180,9 @@ def _reopen(folder: Path) -> None:
 def _copy(source: Path, nbytes: int, folder: Path, overwrite: bool, progress: Progress, start: float) -> Receipt:
     """A package that is already on disk, file by file: nothing in it depends on where it lies."""
     require_outside(folder, source)
+    for path in source.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            locate(source, path.relative_to(source).as_posix())
     with publication(folder, overwrite=overwrite, nbytes=nbytes) as staging:
         shutil.copytree(source, staging, dirs_exist_ok=True)
         progress(nbytes)

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
 from waybill.checkpoint.jsonfile import read_object
+from waybill.checkpoint.places import require_inside
 from waybill.checkpoint.reader import copy_whole
 from waybill.errors import CannotLink, FileChanged, NoTokenizer
 from waybill.onnx import gate
@@ -54,6 +55,7 @@ def write_package(components: Mapping[str, Component], layout: Layout, staging: 
 
     Raises:
         CannotLink: the checkpoint's files are on another file system.
+        PathEscape: one of its other files is a link to somewhere else, which would travel with the package.
         WaybillError: a value is damaged or does not fit, or a file changed.
     """
     first = next(iter(components.values()))
@@ -80,7 +82,7 @@ def _write_companions(plan: Plan, staging: Path) -> None:
     if checkpoint.metadata is None:
         for name in TRAVELS:
             if (checkpoint.root / name).is_file():
-                copy_whole(checkpoint.root / name, staging / name)
+                copy_whole(require_inside(checkpoint.root / name), staging / name)
         planned = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
         for name, content in planned.items():
             if (read_object(staging / name) if (staging / name).exists() else {}) != content:

@@ -15,6 +15,7 @@ from typing import Any
 
 from waybill.checkpoint.jsonfile import read_object
 from waybill.checkpoint.opening import is_gguf, read_metadata
+from waybill.checkpoint.places import require_inside
 from waybill.errors import BadTemplate
 from waybill.text.gguf import settings_of
 
@@ -95,7 +96,10 @@ def _settings(folder: Path) -> Mapping[str, Any]:
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if file.exists():
+        require_inside(file)
+        if not file.is_file():  # opening a pipe would wait for ever
+            raise _bad(folder, "the chat template is no file", "a directory, device or pipe")
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
             raise _bad(folder, "the chat template is too large", f"{file.stat().st_size:,} bytes")
         return file.read_text("utf-8", errors="replace")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from waybill.checkpoint.header import DTYPE_BITS
 from waybill.checkpoint.jsonfile import parse_object
+from waybill.checkpoint.places import require_inside
 from waybill.config.producers import BITS
 from waybill.config.quantization import QuantizationConfig
 from waybill.errors import BadPackage
@@ -189,6 +190,7 @@ def read_entries(folder: str | Path) -> PackageEntries:
 
     Raises:
         BadPackage: it is missing, unreadable, of an unknown format, or breaks one of its promises.
+        PathEscape: it is a link out of the folder.
     """
     root = Path(folder)
     top = _Node("", _document(root))
@@ -221,6 +223,7 @@ def _document(root: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise _not_a_package(root)
+        require_inside(path)
         if path.stat().st_size > MAX_BILL_BYTES:
             raise ValueError(f"more than {MAX_BILL_BYTES:,} bytes")
         return parse_object(path.read_bytes())
