@@ -204,17 +204,28 @@ def test_logits_of_another_shape_are_refused(tmp_path: Path) -> None:
     ir.save(model, folder / "model.onnx")
     with pytest.raises(BadPackage, match="not a decoder that can be run here") as refused:
         open_package(folder).generate(PROMPTS, max_new_tokens=1)
-    assert refused.value.found == "logits of shape [21, 128] for 3 prompts of 7 tokens"
+    assert refused.value.found == "logits of shape [21, 128] for 3 prompts of 7 tokens, of 128 there are"
 
 
 def test_a_graph_that_fails_when_it_runs_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_package(tmp_path, llama(np.float32))
     config = json.loads((folder / "genai_config.json").read_text())
-    config["model"]["decoder"]["num_key_value_heads"] = 3  # the graph has 2
+    config["model"]["vocab_size"] = 200  # the table has 128 rows
     (folder / "genai_config.json").write_text(json.dumps(config))
     with pytest.raises(BadPackage, match="onnxruntime cannot run the graph"):
-        open_package(folder).generate(PROMPTS, max_new_tokens=1)
+        open_package(folder).generate([[150]], max_new_tokens=1)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("size", ["num_key_value_heads", "head_size"])
+def test_a_cache_of_another_size_than_the_graphs_is_refused(tmp_path: Path, size: str) -> None:
+    folder = write_package(tmp_path, llama(np.float32))
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["decoder"][size] = 3
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    with pytest.raises(BadPackage, match="not a decoder that can be run here") as refused:
+        open_package(folder)
+    assert refused.value.found.startswith("past_key_values.0.key ['batch', 2, 'past', 16], and ")
 
 
 def test_a_package_for_another_provider_says_why_it_does_not_run_here(tmp_path: Path) -> None:

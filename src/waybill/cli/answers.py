@@ -34,16 +34,11 @@ class Request:
 def encode(folder: Path, request: Request) -> tuple[Tokenizer, list[list[int]]]:
     """The prompts as tokens, through the chat template if asked."""
     from waybill.text.chat import render_prompt
-    from waybill.text.tokenizer import read_tokenizer
+    from waybill.text.tokenizer import read_tokenizer, to_tokens
 
     tokenizer = read_tokenizer(folder)
     texts = [render_prompt(folder, text) for text in request.prompts] if request.chat else request.prompts
     return tokenizer, to_tokens(tokenizer, texts, complete=request.chat)
-
-
-def to_tokens(tokenizer: Tokenizer, texts: Sequence[str], *, complete: bool) -> list[list[int]]:
-    """Texts as tokens; what is complete, as a rendered template is, holds its special tokens already."""
-    return [list(tokenizer.encode(text, add_special_tokens=not complete).ids) for text in texts]
 
 
 def answer(
@@ -58,11 +53,13 @@ def answer(
 
     `labels` stand above the texts of requests that have no prompt.
     """
+    from waybill.text.tokenizer import to_text
+
     gc.freeze()
     gc.enable()  # generating may go on for long; what was loaded is looked through no more
     printer = _Printer(tokenizer) if not request.as_json and len(encoded) == 1 else None
     result = run(printer or _quiet)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
+    texts = [to_text(tokenizer, ids) for ids in result.token_ids]
     if printer:
         print(texts[0][printer.written :])  # what was held back for a character that never became whole
     lengths = result.prompt_tokens or tuple(map(len, encoded))

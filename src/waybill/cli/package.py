@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from waybill.cli.answers import Request, answer, encode, to_tokens
+from waybill.cli.answers import Request, answer, encode
 from waybill.cli.places import NAMES, read_place
 from waybill.cli.render import count
 from waybill.errors import BadOption, BadRequest
@@ -127,7 +127,7 @@ def _check(package: Package, request: Request, media: Media) -> None:
 def _encode(folder: Path, package: Package, request: Request, media: Media) -> tuple[Tokenizer, list[list[int]]]:
     """The prompts as tokens, with a place for every file."""
     from waybill.text.chat import render_prompt
-    from waybill.text.tokenizer import read_tokenizer
+    from waybill.text.tokenizer import read_tokenizer, to_tokens
 
     kind = next((kind for kind in NAMES if f"{kind}_token_id" in package.tokens), None)
     if kind is None and (request.chat or not package.transcribes):

@@ -9,7 +9,7 @@ from typing import Any
 from waybill.errors import BadConfig, ConfigConflict, WaybillError
 
 LARGEST_SIZE = (1 << 31) - 1
-LARGEST_COUNT = 4096
+LARGEST_COUNT = 2048
 """No size, and no number of layers, heads or experts, in a real config comes near. Sizes are also compared with stored
 shapes; counts make us loop before there is anything to compare them with."""
 

@@ -6,7 +6,9 @@ dictionary and expressions are tried together, so thousands of rules cost little
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 from waybill.errors import BadPattern
@@ -24,6 +26,17 @@ CLASSES: Mapping[str, Sequence[str]] = {
 }
 """Kind of a module to the classes that a rule may name it by, its own and those it inherits from."""
 
+_WIDE = re.compile(r"\\[pPx]")
+"""Classes of Unicode, and characters by their number."""
+_RUN = re.compile(r"(?:\w|\\\.|\\x\{[0-9a-f]+\})+")
+_COUNT = re.compile(r"(?<!\\x)\{(?:\d*,)?(\d+),?\}")
+MOST_PATTERNS = 1 << 16
+"""Room for a rule of its own for every expert's every projection in the largest models."""
+MOST_MEMORY = 256 << 20
+"""Bytes that the expressions of one list may be compiled into; several times that is used meanwhile."""
+MOST_SIGNS = 500_000
+"""Of the expressions of one list, a run of plain letters as one, and `{n}` as n times what it stands in."""
+
 
 class Matcher:
     """An ordered list of patterns in one dialect."""
@@ -38,6 +51,8 @@ class Matcher:
         where: str,
         classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        if len(patterns) > MOST_PATTERNS:
+            raise _too_large(where, f"{len(patterns):,} patterns")
         self.patterns = tuple(patterns)
         self._classes = classes or {}
         self.field = where.rpartition(".")[2]
@@ -48,10 +63,11 @@ class Matcher:
         substrings: list[tuple[int, str]] = []
         for index, pattern in enumerate(self.patterns):
             if marker and pattern.startswith(marker):
-                expressions.append((index, pattern.removeprefix(marker)))
+                expressions.append((index, _expression(pattern.removeprefix(marker), where)))
             elif plain == "regex":
-                expressions.append((index, pattern))
+                expressions.append((index, _expression(pattern, where)))
             elif plain == "either":
+                _expression(pattern, where)
                 end = "" if pattern.endswith(".") else r"(?:\.|$)"
                 expressions.append((index, f"(?:(?:{pattern}){end}|.*{_escaped(pattern)}$)"))
             elif plain == "substring":
@@ -87,6 +103,23 @@ class Matcher:
         return [".".join(segments[:end]) for end in range(1, len(segments) + 1)]
 
 
+def _expression(pattern: str, where: str) -> str:
+    """The same pattern; a few letters that mean every letter there is would take hundreds of kilobytes each."""
+    if not pattern.isascii() or _WIDE.search(pattern):
+        raise _bad_pattern(pattern, where, "characters, or classes of them, that are not ASCII")
+    return pattern
+
+
+def _bad_pattern(pattern: str, where: str, found: str) -> BadPattern:
+    return BadPattern(
+        "a pattern cannot be compiled",
+        where=f"{where}: {pattern[:120]}",
+        expected="a regular expression of ASCII characters, without look-around and back-references",
+        found=found[:160],
+        fix="write the pattern with plain classes, groups and alternatives",
+    )
+
+
 def _escaped(literal: str) -> str:
     """An expression for exactly this text."""
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in literal)
@@ -97,22 +130,38 @@ def _compile(expressions: list[tuple[int, str]], anchor: Anchor, where: str) -> 
 
     options = re2.Options()
     options.log_errors = False
-    options.max_mem = 256 << 20
+    options.max_mem = MOST_MEMORY
+    signs = sum(map(_signs, (text for _, text in expressions)))
+    if signs > MOST_SIGNS:
+        raise _too_large(where, f"{len(expressions):,} patterns of {signs:.3g} signs")
     make = {"full": re2.Set.FullMatchSet, "start": re2.Set.MatchSet, "search": re2.Set.SearchSet}[anchor]
     together = make(options)
     for _, expression in expressions:
         try:
             together.Add(expression)
         except (re2.error, UnicodeEncodeError) as error:
-            raise BadPattern(
-                "a pattern cannot be compiled",
-                where=f"{where}: {expression[:120]}",
-                expected="a regular expression without look-around and back-references",
-                found=str(error)[:160],
-                fix="write the pattern with plain classes, groups and alternatives",
-            ) from None
-    together.Compile()
+            raise _bad_pattern(expression, where, str(error)) from None
+    try:
+        together.Compile()
+    except re2.error:
+        raise _too_large(where, f"{len(expressions):,} patterns that do not fit in {MOST_MEMORY >> 20} MiB") from None
     return together
+
+
+def _signs(expression: str) -> int:
+    flagged = "(?" in expression.replace("(?:", "")  # letters of either case are no run
+    short = expression if flagged else _RUN.sub("a", expression)
+    return len(short) * prod(map(int, _COUNT.findall(expression)))
+
+
+def _too_large(where: str, found: str) -> BadPattern:
+    return BadPattern(
+        "the patterns are too large together",
+        where=where,
+        expected=f"at most {MOST_PATTERNS:,} of {MOST_SIGNS:,} signs, which compile into {MOST_MEMORY >> 20} MiB",
+        found=found,
+        fix="write fewer and simpler patterns, for example one for all layers in the place of one a layer",
+    )
 
 
 def module_paths(patterns: Sequence[str], where: str) -> Matcher:

@@ -153,7 +153,7 @@ class UnsupportedQuantization(ConfigError, code="unsupported-quantization"):
 
 
 class BadPattern(ConfigError, code="bad-pattern"):
-    """A pattern of the quantization metadata cannot be compiled."""
+    """A pattern of the quantization metadata cannot be compiled, or their list is larger than any model needs."""
 
 
 class UnresolvedComponent(ConfigError, code="unresolved-component"):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from waybill.errors import BadPackage
-from waybill.onnx.folder import Package
+from waybill.onnx.folder import LARGEST_STATE, Package
 from waybill.onnx.runtime.sampler import Floats, Sampler
 from waybill.onnx.runtime.session import DTYPES, failed, open_session, other_inputs, to_tensor
 from waybill.text.request import Generation, Sampling, check_request, collect
@@ -73,6 +73,11 @@ class OnnxDecoder:
         fits = own <= inputs.keys() and given in GIVEN and ("encoder_hidden_states" in given) == bool(self.crosses)
         if not self.caches or not fits or outputs.keys() != made or outputs["logits"].type not in DTYPES:
             raise _no_decoder(package, _unexpected(inputs, outputs, own | GIVEN[0], made))
+        for name in (*self.caches, *self.crosses):
+            shape = inputs[name].shape
+            stated = [package.num_kv_heads, package.head_dim] if name in self.caches else [*filter(_is_size, shape[1:])]
+            if len(shape) != 4 or shape[1::2] != stated:
+                raise _no_decoder(package, f"{name} {shape}, and {stated} heads and elements of each are stated")
         self.given = given
         self.logits_dtype = DTYPES[outputs["logits"].type]
 
@@ -153,8 +158,10 @@ class _Batch:
         value, *crosses = self._binding.get_outputs()[: 1 + len(self._decoder.crosses)]
         shape = value.shape()
         rows, longest = self._ids_BS.shape
-        if len(shape) != 3 or shape[0] != rows or shape[1] not in (1, longest):
-            raise _no_decoder(self._decoder.package, f"logits of shape {shape} for {rows} prompts of {longest} tokens")
+        words = self._decoder.package.vocab_size
+        if len(shape) != 3 or shape[0] != rows or shape[1] not in (1, longest) or shape[2] != words:
+            found = f"logits of shape {shape} for {rows} prompts of {longest} tokens, of {words:,} there are"
+            raise _no_decoder(self._decoder.package, found)
         dtype = np.dtype(self._decoder.logits_dtype)
         memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(value.data_ptr())
         logits_BSV = np.frombuffer(memory, dtype).reshape(shape)  # not a copy: it may be gigabytes
@@ -194,6 +201,10 @@ def _steps(batch: _Batch, sampler: Sampler) -> Iterator[Sequence[int]]:
     while True:
         yield tokens
         tokens = sampler(batch.extend(tokens))
+
+
+def _is_size(length: object) -> bool:
+    return isinstance(length, int) and 0 < length <= LARGEST_STATE
 
 
 def present_of(past: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from waybill.errors import BadPackage, BadRequest
 from waybill.onnx import require
 from waybill.onnx.folder import Package
 from waybill.onnx.providers import PROVIDERS
+from waybill.onnx.publish import MARKER
 from waybill.onnx.verify.entries import read_entries
 from waybill.weights.dtypes import Array
 
@@ -25,7 +27,8 @@ def open_session(package: Package, graph: Path) -> Any:
 
     Raises:
         MissingRuntime: onnxruntime is not installed.
-        BadPackage: the package was exported for another provider, or onnxruntime cannot open the graph.
+        BadPackage: the package was exported for another provider, its bill is malformed, or onnxruntime cannot open the
+            graph.
     """
     if because := _obstacles(graph.parent):
         raise BadPackage(
@@ -38,7 +41,7 @@ def open_session(package: Package, graph: Path) -> Any:
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # what fails is raised, and told once
-    options.intra_op_num_threads = package.threads
+    options.intra_op_num_threads = min(package.threads, os.cpu_count() or 1)  # others would only wait
     try:
         return runtime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime's errors have no base class of their own
@@ -95,10 +98,7 @@ class Network:
 
 def _obstacles(folder: Path) -> Sequence[str]:
     """Why the CPU cannot run a package, as its bill says; one that somebody else exported has none."""
-    try:
-        return read_entries(folder).obstacles.get(PROVIDERS["cpu"], ())
-    except BadPackage:
-        return ()
+    return read_entries(folder).obstacles.get(PROVIDERS["cpu"], ()) if (folder / MARKER).exists() else ()
 
 
 def other_inputs(graph: Path, takes: Iterable[str], given: Iterable[str]) -> BadPackage:
