@@ -200,10 +200,9 @@ def _parse(cursor: _Cursor, file: str) -> tuple[dict[str, Any], list[TensorHeade
         if tensor.name in names:
             raise _Broken(f"the tensor {tensor.name[:120]!r} occurs twice")
         names.add(tensor.name)
-        if tensor.offset < end:
-            raise _Broken(
-                f"{tensor.name[:120]!r} at data offset {tensor.offset - data:,} overlaps the tensor before it"
-            )
+        if tensor.offset != _aligned(end, alignment):  # ggml wants the same: a gap is a type or shape misread
+            how = "overlaps the tensor before it" if tensor.offset < end else "comes after a gap"
+            raise _Broken(f"{tensor.name[:120]!r} at data offset {tensor.offset - data:,} {how}")
         end = tensor.offset + tensor.nbytes
     return metadata, tensors, data
 
