@@ -8,7 +8,7 @@ define say
 	@echo; echo "$$ waybill $(1)"; $(BIN)/waybill $(1)
 endef
 
-.PHONY: demo demo-engine test docs catalogue families bench
+.PHONY: demo demo-engine test docs catalogue families bench fuzz
 
 # GGUF file to package to text, without torch.
 demo: MODEL = $(shell $(BIN)/python scripts/smollm2.py)
@@ -47,6 +47,12 @@ families: .venv/test
 bench: .venv/test
 	$(BIN)/python -m benchmarks
 
+# Ten minutes for everything that reads a stranger's bytes; a finding ends the run and is kept in .fuzz/found.
+fuzz: .venv/test
+	for target in fuzz/targets/[a-z]*.py; do \
+	  $(BIN)/python -m fuzz $$(basename $$target .py) -max_total_time=600 || exit 1; \
+	done
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
@@ -59,4 +65,4 @@ bench: .venv/test
 
 # The checks, the peer, and the producer that packs the demo model; constraints.txt keeps torch the one there is.
 .venv/test: .venv/demo
-	$(PIP) -e '.[test,docs,producers]' && touch $@
+	$(PIP) -e '.[test,docs,fuzz,producers]' && touch $@
