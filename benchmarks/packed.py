@@ -68,9 +68,7 @@ def _canonical(method: str, folder: Path, runs: int, machine: Runs) -> Row:
         f"{rate / copy:.2f} × copy",
         f"≥ {reach / 1e9:.1f} GB/s" + ("" if method in RATES else f" ({COPY_SHARE:g} × copy)"),
         rate >= reach,
-        LIMITS.get(
-            method, "taking blocks apart in numpy, a pass over each field"
-        ),
+        LIMITS.get(method, "taking blocks apart in numpy, a pass over each field"),
     )
 
 
