@@ -141,7 +141,7 @@ def test_an_index_without_a_usable_weight_map_is_refused(tmp_path: Path, weight_
         ("[]", "a JSON list"),
         ('{"weight_map": {"a": "b", "a": "c"}}', "'a' occurs twice"),
         ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
-        ('{"weight_map": {}}' + " " * (17 << 20), "more than 16,777,216 bytes"),
+        ('{"weight_map": {}}' + " " * (33 << 20), "more than 33,554,432 bytes"),
     ],
 )
 def test_an_index_that_is_no_json_object_is_refused(tmp_path: Path, text: str, found: str) -> None:

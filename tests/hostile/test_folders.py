@@ -66,10 +66,11 @@ def test_an_index_of_hundreds_of_thousands_of_files_is_refused(tmp_path: Path, n
     assert refused(folder, (["inspect", "--json"],)) == {"bad-index"}
 
 
-def test_an_index_of_a_million_tensors_is_too_large(tmp_path: Path) -> None:
-    folder = sharded(tmp_path)
-    (folder / INDEX).write_text(json.dumps({"weight_map": {f"a{i}": "model.safetensors" for i in range(1_000_000)}}))
-    assert refused(folder, (["inspect", "--json"],)) == {"bad-json"}
+@pytest.mark.parametrize(("tensors", "code"), [(600_000, "missing-tensor"), (1_000_000, "bad-json")])
+def test_an_index_of_tensors_without_end_is_refused(tensors: int, code: str, tmp_path: Path) -> None:
+    folder, shard = sharded(tmp_path), "model-00001-of-00002.safetensors"
+    (folder / INDEX).write_text(json.dumps({"weight_map": {f"a{i}": shard for i in range(tensors)}}))
+    assert refused(folder, (["inspect", "--json"],)) == {code}
 
 
 READ = (

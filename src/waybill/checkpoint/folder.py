@@ -10,7 +10,7 @@ from typing import Any
 
 from waybill.checkpoint.files import Files, Folder, Progress, Remote, escape, is_kind, leaves
 from waybill.checkpoint.header import FileHeader, TensorHeader
-from waybill.checkpoint.jsonfile import read_object
+from waybill.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from waybill.errors import (
     BadIndex,
     CheckpointError,
@@ -233,7 +233,7 @@ def _weight_files(files: Files, findings: Findings) -> tuple[list[str], dict[str
 
 def _read_index(path: Path, findings: Findings) -> dict[str, str] | None:
     try:
-        weight_map: Any = read_object(path).get("weight_map")
+        weight_map: Any = read_object(path, MAX_INDEX_BYTES).get("weight_map")
     except CheckpointError as error:
         findings.problems.append(error)
         return None

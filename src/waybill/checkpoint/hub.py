@@ -21,7 +21,7 @@ from waybill.checkpoint.folder import INDEX_ENDING, SIDE_FILES
 from waybill.checkpoint.gguf import GgufHeader, gguf_of
 from waybill.checkpoint.header import FileHeader, header_of
 from waybill.checkpoint.hubid import HubId, bad_id
-from waybill.checkpoint.jsonfile import MAX_CONFIG_BYTES
+from waybill.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from waybill.checkpoint.remote import TIMEOUT, RemoteFile, patiently
 from waybill.checkpoint.workers import bar_of, each
 from waybill.errors import CannotWrite, HubUnreachable, NotACheckpoint, some
@@ -196,9 +196,9 @@ class HubFiles:
         """Bring what describes the weights: config files and the index."""
         names = [name for name in self.names() if name in CONFIGS or name.endswith(INDEX_ENDING)]
         for name in names:
-            if self._sizes[name] > MAX_CONFIG_BYTES:
-                most = f"at most {MAX_CONFIG_BYTES:,} bytes"
-                raise bad_answer(f"{self.place}: {name}", most, f"{self._sizes[name]:,} bytes")
+            most = MAX_INDEX_BYTES if name.endswith(INDEX_ENDING) else MAX_CONFIG_BYTES
+            if self._sizes[name] > most:
+                raise bad_answer(f"{self.place}: {name}", f"at most {most:,} bytes", f"{self._sizes[name]:,} bytes")
         self._bring(names, lambda _: None)
 
     def remember(self, revision: str) -> None:

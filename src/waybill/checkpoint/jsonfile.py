@@ -10,7 +10,9 @@ from waybill.checkpoint.places import require_inside
 from waybill.errors import BadJson
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Far above any real config.json, index of 40,000 tensors or tokenizer_config.json."""
+"""Far above any real config.json or tokenizer_config.json."""
+MAX_INDEX_BYTES = 32 << 20
+"""An index takes about 95 bytes a tensor; packed experts of the largest models are 280,000."""
 MAX_DEPTH = 64
 """Objects and lists inside each other: several times any real file, and far from what Python can show of them."""
 
@@ -52,8 +54,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
     raise ValueError("nested too deeply")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a small JSON file that must hold an object.
+def read_object(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read a JSON file of at most so many bytes that must hold an object.
 
     Raises:
         BadJson: unreadable, too large, not strict JSON, or not an object.
@@ -64,9 +66,9 @@ def read_object(path: Path) -> dict[str, Any]:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("a directory, device or pipe")
         with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        if len(text) > MAX_CONFIG_BYTES:
-            raise ValueError(f"more than {MAX_CONFIG_BYTES:,} bytes")
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise ValueError(f"more than {most:,} bytes")
         return parse_object(text)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
