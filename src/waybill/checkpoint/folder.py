@@ -319,10 +319,8 @@ def _read_shards(files: Files, names: list[str], findings: Findings) -> tuple[di
             continue
         shards.append(Shard.of(name, header))
         for tensor in header.tensors:
-            if tensor.name in tensors:
-                findings.problems.append(duplicate(tensors[tensor.name], tensor))
-            else:
-                tensors[tensor.name] = tensor
+            if (first := tensors.setdefault(tensor.name, tensor)) is not tensor:
+                findings.problems.append(duplicate(first, tensor))
     return tensors, shards
 
 
@@ -341,7 +339,8 @@ def _compare_with_index(
     promised: dict[str, str], tensors: dict[str, TensorHeader], shards: list[Shard], findings: Findings
 ) -> None:
     read = {shard.name for shard in shards}
-    lost = [name for name, file in promised.items() if name not in tensors and file in read]
+    absent = promised.keys() - tensors.keys()
+    lost = [name for name, file in promised.items() if name in absent and file in read] if absent else []
     if lost:
         files = sorted({promised[name] for name in lost})
         findings.problems.append(
@@ -353,12 +352,12 @@ def _compare_with_index(
                 fix="the index belongs to another version of these files; download both again",
             )
         )
-    moved = [n for n, file in promised.items() if n in tensors and tensors[n].file != file]
+    moved = [t.name for t in tensors.values() if promised.get(t.name, t.file) != t.file]
     if moved:
         findings.notices.append(
             f"the index points {len(moved)} tensors at the wrong shard, the headers are followed: {moved[0]} is in "
             f"{tensors[moved[0]].file}"
         )
-    unlisted = sum(name not in promised for name in tensors)
+    unlisted = len(tensors.keys() - promised.keys())
     if unlisted:
         findings.notices.append(f"{unlisted} tensors lie in the shards and are not listed in the index")

@@ -21,6 +21,13 @@ class _Broken(ValueError):
     """A promise of strict JSON that the standard parser would let pass."""
 
 
+def _keys(value: Any) -> int:
+    """Keys of an object and of those in it."""
+    if not isinstance(value, dict):
+        return 0
+    return len(value) + sum(len(inner) for inner in value.values() if type(inner) is dict)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
@@ -38,13 +45,22 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; ValueError says in words what is wrong with anything else."""
     try:
         # Decoded here: the parser would also take UTF-16 and UTF-32.
-        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text.decode(), parse_constant=_no_constant)
+        # A key has a colon. Where there are more than keys, in a text or a third level, each object is looked at.
+        if text.count(b":") != _keys(value):
+            value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def parse_document(text: bytes) -> dict[str, Any]:
+    """The same of an object that will be gone through: one that is not nested too deeply."""
+    value = parse_object(text)
     inner: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         values = (item.values() if type(item) is dict else item for item in inner)
@@ -69,7 +85,7 @@ def read_object(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
             text = file.read(most + 1)
         if len(text) > most:
             raise ValueError(f"more than {most:,} bytes")
-        return parse_object(text)
+        return parse_document(text)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise BadJson(

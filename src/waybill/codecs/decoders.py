@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ STRIP = 1 << 15
 """Words of each slot that are transposed together."""
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnWords:
+class ColumnWords(NamedTuple):
     """Codes packed along K in the words of a column: int32 [K·bits/32, N] to bytes [N, G, group·bits/8].
 
     A word transposed is a word of the result: on both sides the first element lies in the low bits.
@@ -52,8 +52,7 @@ class ColumnWords:
         return _grouped(out.view(np.uint8), extent)
 
 
-@dataclass(frozen=True, slots=True)
-class RowNibbles:
+class RowNibbles(NamedTuple):
     """4-bit codes packed along N in interleaved order: int32 [K, N/8] to bytes [N, G, group/2]."""
 
     words: LazyTensor
@@ -104,8 +103,7 @@ class RowBytes:
         return _grouped(octets, extent)
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroPoints:
+class ZeroPoints(NamedTuple):
     """Zero points packed along N, [G, N·bits/32] words, or along G, [..., N, ceil(G·bits/8)] bytes; to [..., N, G].
 
     `plus` is added to every word before its fields are taken: some producers subtract a constant from the whole word.

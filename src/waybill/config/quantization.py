@@ -131,6 +131,8 @@ def _names(name: str | Sequence[str]) -> Sequence[str]:
 
 def _first(matcher: Matcher, names: Sequence[str], kind: str) -> int | None:
     """The position of the first pattern that selects a module by any of its names, or by its kind."""
+    if not matcher.patterns:
+        return None
     return min((at for name in names if (at := matcher.first(name, kind)) is not None), default=None)
 
 

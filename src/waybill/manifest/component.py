@@ -49,7 +49,7 @@ class ComponentDescriptor:
         or `model.text` is `model.text.layers.0`. A path that shares none lies below the component's own root, the one
         that ends as the component is called or hangs: `block.0` of the encoder is `encoder.block.0`.
         """
-        for path in _upwards(local_path):
+        for path in _upwards(local_path) if self.aliases else ():
             if path in self.aliases:
                 return (self.aliases[path] + local_path.removeprefix(path),)
         if any(owns(root, local_path) for root in (*self.source_paths, *self.aliases.values())):
@@ -192,5 +192,8 @@ def _anchored(root: str, local_path: str) -> tuple[int, str] | None:
 
 def _covers(path: str, module: str) -> bool:
     """The same, where a `*` of the path stands for any one segment."""
-    wanted, segments = path.split("."), module.split(".")
+    wanted = path.split(".")
+    if wanted[-1] != "*" and f".{wanted[-1]}." not in f".{module}.":  # nearly every module
+        return False
+    segments = module.split(".")
     return len(segments) >= len(wanted) and all(w in ("*", s) for w, s in zip(wanted, segments, strict=False))

@@ -58,8 +58,12 @@ class AffinePackedWeight:
     @property
     def parts(self) -> dict[str, LazyTensor]:
         """What is stored of it, by role."""
-        held = {name: getattr(self, name) for name in ("codes", "scales", "zero_points", "minimums")}
-        return {role: value for role, value in held.items() if value is not None}
+        held = {"codes": self.codes, "scales": self.scales}
+        if self.zero_points is not None:
+            held["zero_points"] = self.zero_points
+        if self.minimums is not None:
+            held["minimums"] = self.minimums
+        return held
 
     def narrow(self, axis: int, start: int, length: int) -> AffinePackedWeight:
         """Keep part of an axis of the logical shape; ValueError when a cut along K would split a group."""

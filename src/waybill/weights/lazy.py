@@ -134,8 +134,8 @@ class LazyTensor(NamedTuple):
             self.dtype,
             _swapped(self.shape),
             tuple(
-                t._replace(offset=_swapped(t.offset), shape=_swapped(t.shape), axes=_swapped(t.axes))
-                for t in self.tiles
+                Tile(tile.source, _swapped(tile.offset), _swapped(tile.shape), _swapped(tile.axes), tile.start)
+                for tile in self.tiles
             ),
         )
 
@@ -151,8 +151,7 @@ def stored(header: TensorHeader | Decoded) -> LazyTensor:
     zero = (0,) * len(header.shape)
     if 0 in header.shape:
         return LazyTensor(header.dtype, header.shape, ())
-    tile = Tile(header, zero, header.shape, tuple(range(len(header.shape))), zero)
-    return LazyTensor(header.dtype, header.shape, (tile,))
+    return LazyTensor(header.dtype, header.shape, (Tile(header, zero, header.shape, _IN_ORDER[len(zero)], zero),))
 
 
 def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
@@ -162,8 +161,8 @@ def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     tiles: list[Tile] = []
     at = 0
     for part in parts:
-        for tile in part.tiles:
-            tiles.append(tile._replace(offset=_replace(tile.offset, axis, tile.offset[axis] + at)))
+        for source, offset, shape, axes, start in part.tiles:
+            tiles.append(Tile(source, _replace(offset, axis, offset[axis] + at), shape, axes, start))
         at += part.shape[axis]
     return LazyTensor(parts[0].dtype, _replace(parts[0].shape, axis, at), tuple(tiles))
 
@@ -171,13 +170,9 @@ def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
 def stack(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     """Lay equal shapes side by side along a new axis."""
     tiles = [
-        tile._replace(
-            offset=_insert(tile.offset, axis, i),
-            shape=_insert(tile.shape, axis, 1),
-            axes=_insert(tile.axes, axis, None),
-        )
+        Tile(source, _insert(offset, axis, i), _insert(shape, axis, 1), _insert(axes, axis, None), start)
         for i, part in enumerate(parts)
-        for tile in part.tiles
+        for source, offset, shape, axes, start in part.tiles
     ]
     return LazyTensor(parts[0].dtype, _insert(parts[0].shape, axis, len(parts)), tuple(tiles))
 

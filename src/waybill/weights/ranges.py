@@ -136,8 +136,9 @@ def reads(value: LazyTensor) -> Iterator[tuple[str, int]]:
 
 
 def _tile_bytes(tile: Tile) -> int:
-    if isinstance(tile.source, Decoded):
-        return sum(map(bytes_read, tile.source.decoder.inputs(tile.start, tile.extent)))
-    if tile.extent == tile.source.shape:
-        return tile.source.nbytes
-    return math.prod(read_through(tile).shape) * (DTYPE_BITS[tile.source.dtype] // 8)
+    source, extent = tile.source, tile.extent
+    if isinstance(source, Decoded):
+        return sum(map(bytes_read, source.decoder.inputs(tile.start, extent)))
+    if extent == source.shape:
+        return source.nbytes
+    return math.prod(read_through(tile).shape) * (DTYPE_BITS[source.dtype] // 8)

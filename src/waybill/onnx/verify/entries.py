@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from waybill.checkpoint.header import DTYPE_BITS
-from waybill.checkpoint.jsonfile import parse_object
+from waybill.checkpoint.jsonfile import parse_document
 from waybill.checkpoint.places import require_inside
 from waybill.config.producers import BITS
 from waybill.config.quantization import QuantizationConfig
@@ -226,7 +226,7 @@ def _document(root: Path) -> dict[str, Any]:
         require_inside(path)
         if path.stat().st_size > MAX_BILL_BYTES:
             raise ValueError(f"more than {MAX_BILL_BYTES:,} bytes")
-        return parse_object(path.read_bytes())
+        return parse_document(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise malformed(str(path), "one JSON object, UTF-8, every key once", reason) from error
