@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from waybill.cli.options import AsJson, Dequantize, Quiet
-from waybill.cli.progress import Progress
+from waybill.cli.progress import Progress, download
 from waybill.cli.render import count, write_json, write_line, write_table
-from waybill.comparison import Side, compare_sides, read_side, work
+from waybill.comparison import compare_sides, read_side, work
 from waybill.differences import Comparison, Difference, Stored
 
 DIFFER = 3
@@ -42,7 +42,7 @@ def compare(
     Example: waybill compare ./Qwen3-0.6B ./Qwen3-0.6B-GPTQ --values
     """
     described, wanted = (read_side(a, dequantize), read_side(b, dequantize)), not (quiet or as_json)
-    one, other = (_brought(side, wanted) for side in described)
+    one, other = (download(side, wanted=wanted) for side in described)
     with Progress("comparing", work(one, other, values=values), wanted=wanted) as advance:
         comparison = compare_sides(one, other, values=values, progress=advance)
     if as_json:
@@ -51,12 +51,6 @@ def compare(
         _write(comparison, None if full else SOME)
     if not comparison.same:
         raise typer.Exit(DIFFER)
-
-
-def _brought(side: Side, wanted: bool) -> Side:
-    total = side.checkpoint.pending(side.files)
-    with Progress("downloading", total, wanted=wanted and total > 0) as advance:
-        return side.fetched(advance)
 
 
 def _write(comparison: Comparison, most: int | None) -> None:

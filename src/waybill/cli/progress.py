@@ -6,12 +6,15 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from waybill.cli.render import is_terminal, size
 
 if TYPE_CHECKING:
+    from waybill.comparison import Side
     from waybill.plan import Plan
+
+_Reader = TypeVar("_Reader", "Plan", "Side")
 
 
 class Progress:
@@ -51,10 +54,10 @@ class Progress:
             print("stopped" if kind else rate, file=sys.stderr, flush=True)
 
 
-def download(bill: Plan, *, wanted: bool = True) -> Plan:
-    """The plan over files on this disk: those it reads are brought, if they lie on a hub."""
-    total = bill.checkpoint.pending(bill.files)
+def download(reader: _Reader, *, wanted: bool = True) -> _Reader:
+    """The same over files on this disk: those it reads are brought, if they lie on a hub."""
+    total = reader.checkpoint.pending(reader.files)
     if not total:
-        return bill.fetched()
+        return reader.fetched()
     with Progress("downloading", total, wanted=wanted) as advance:
-        return bill.fetched(advance)
+        return reader.fetched(advance)

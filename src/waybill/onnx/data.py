@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from blake3 import blake3
 
 from waybill.checkpoint import RangeReader
 from waybill.plan import Binding
-from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS
+from waybill.plan.bill import CHUNK, SCALE_ROLES, THREADS, bundles
 from waybill.plan.damage import bad_scales
 from waybill.plan.pages import Scratch
 from waybill.plan.stream import fill_together, ranges
@@ -105,17 +104,12 @@ def write_data(
     try:
         os.truncate(descriptor, layout.data_bytes)
         writer = _Writer(reader, descriptor, folder, layout, progress)
-
-        def made(names: Sequence[str]) -> list[str]:
-            if names[0] in tables:
-                return [writer.table(name, tables[name]) for name in names]
-            return writer.bundle(names, [bindings[name] for name in names])
-
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "waybill-write") as pool:
             try:
                 checks = [pool.submit(_look_at, binding, reader) for binding in checked]
-                together = list(_together(layout, bindings))
-                digests = dict(chain.from_iterable(map(zip, together, pool.map(made, together))))
+                made = [pool.submit(writer.bundle, bundle) for bundle in bundles(bindings.values())]
+                made += [pool.submit(writer.table, name, values) for name, values in tables.items()]
+                digests = {name: digest for each in made for name, digest in each.result().items()}
                 for check in checks:
                     check.result()
                 reader.confirm()
@@ -125,18 +119,6 @@ def write_data(
     finally:
         os.close(descriptor)
     return digests
-
-
-def _together(layout: Layout, bindings: Mapping[str, Binding]) -> Iterator[list[str]]:
-    """Names of initializers that are made together; a table is made alone."""
-    names: list[str] = []
-    for name in layout.places:
-        if names and not (name in bindings and bindings[name].shares):
-            yield names
-            names = []
-        names.append(name)
-    if names:
-        yield names
 
 
 def _look_at(binding: Binding, reader: RangeReader) -> None:
@@ -179,25 +161,25 @@ class _Writer:
     progress: Callable[[int], None]
     scratch: Scratch = field(default_factory=Scratch)
 
-    def table(self, name: str, values: Array) -> str:
+    def table(self, name: str, values: Array) -> dict[str, str]:
         """A computed table."""
         octets = memoryview(values.reshape(-1).view("u1"))  # type: ignore[arg-type]
         _write(self.descriptor, octets, self.layout.places[name].offset)
         self.progress(len(octets))
-        return blake3(octets).hexdigest()
+        return {name: blake3(octets).hexdigest()}
 
-    def bundle(self, names: Sequence[str], bundle: Sequence[Binding]) -> list[str]:
+    def bundle(self, bundle: Sequence[Binding]) -> dict[str, str]:
         """Initializers that share their bytes, or one: linked, copied inside the kernel, or made piece by piece."""
-        name, binding = names[0], bundle[0]
-        looked_at = binding.role in SCALE_ROLES or name in self.layout.linked
-        if len(bundle) == 1 and binding.is_direct and not looked_at and self._copied(binding, self.layout.places[name]):
-            place = self.layout.places[name]
-            return [digest(self.folder / place.file, place, self.progress)]
-        written = [_Written(self, name, binding) for name, binding in zip(names, bundle, strict=True)]
+        first = bundle[0]
+        place, linked = self.layout.places[first.target], first.target in self.layout.linked
+        computed = len(bundle) > 1 or first.role in SCALE_ROLES or linked or not first.is_direct
+        if not computed and self._copied(first, place):
+            return {first.target: digest(self.folder / place.file, place, self.progress)}
+        written = [_Written(self, binding) for binding in bundle]
         for parts in pieces(bundle):
             for each, made in zip(written, fill_together(bundle, parts, self.reader, self.scratch), strict=True):
                 each.add(made)
-        return [each.finish() for each in written]
+        return {binding.target: each.finish() for binding, each in zip(bundle, written, strict=True)}
 
     def _copied(self, binding: Binding, place: Place) -> bool:
         """Whether the kernel could copy every range; where it fails, reading and writing show which of the two does."""
@@ -212,8 +194,8 @@ class _Writer:
 class _Written:
     """One initializer that is made in pieces. Scales are few, and looked at as a whole before they are written."""
 
-    def __init__(self, writer: _Writer, name: str, binding: Binding) -> None:
-        self._writer, self._binding = writer, binding
+    def __init__(self, writer: _Writer, binding: Binding) -> None:
+        name, self._writer, self._binding = binding.target, writer, binding
         self._place = None if name in writer.layout.linked else writer.layout.places[name]
         self._whole = np.empty(binding.nbytes, np.uint8) if binding.role in SCALE_ROLES else None
         self._made_of = blake3()

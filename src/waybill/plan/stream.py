@@ -165,31 +165,19 @@ def fill_together(
 
 def _jobs(results: Results, reader: RangeReader) -> Iterator[Job]:
     """Everything to be done for one binding, or several that share their bytes, in file order."""
-    if len(results) > 1:
-        yield from _shared_jobs(results, reader)
-        return
-    ((binding, result),) = results
-    direct: list[tuple[str, int, int, int]] = []
-    staged: list[Tile] = []
-    covered = 0
-    for tile in binding.value.tiles:
-        covered += math.prod(tile.shape)
-        if is_direct(tile, binding.shape, binding.dtype):
-            direct += _segments(tile, binding)
-        else:
-            staged.append(tile)
-    if covered < math.prod(binding.shape):
-        result[:] = 0  # padding; before any job of this binding starts
-    yield from _direct_jobs(direct, reader, result)
-    for tile in staged:
-        yield from _staged_jobs([(tile, binding, result)], reader)
-
-
-def _shared_jobs(results: Results, reader: RangeReader) -> Iterator[Job]:
     for binding, result in results:
         if sum(math.prod(tile.shape) for tile in binding.value.tiles) < math.prod(binding.shape):
-            result[:] = 0
+            result[:] = 0  # padding; before any job of this binding starts
+    first, place = results[0]
+    direct: list[tuple[str, int, int, int]] = []
+    staged: list[tuple[Tile, ...]] = []
     for tiles in zip(*(binding.value.tiles for binding, _ in results), strict=True):
+        if is_direct(tiles[0], first.shape, first.dtype):  # never where bytes are shared: those are decoded
+            direct += _segments(tiles[0], first)
+        else:
+            staged.append(tiles)
+    yield from _direct_jobs(direct, reader, place)
+    for tiles in staged:
         yield from _staged_jobs([(tile, *made) for tile, made in zip(tiles, results, strict=True)], reader)
 
 
