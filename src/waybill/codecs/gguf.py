@@ -273,14 +273,13 @@ def packed(header: TensorHeader) -> PackedStorage:
             codes=_decoded(header, "U8", (*rows, groups[-1] * octets), per_block * octets, own.codes),
             scales=scales,
         )
-    zeros = stored(Decoded("zero point", "U8", groups, "", 0, Constant(own.zero)))
     has_zeros = own.minimums is None and not layout.symmetric
     return AffinePackedWeight(
         layout=AffineLayout(bits=layout.bits, group=layout.group_size, symmetric=layout.symmetric),
         in_features=columns,
         codes=_decoded(header, "U8", (*groups, octets), per_block, own.codes),
         scales=scales,
-        zero_points=zeros if has_zeros else None,
+        zero_points=stored(Decoded("zero point", "U8", groups, "", 0, Constant(own.zero))) if has_zeros else None,
         minimums=_decoded(header, own.scale_dtype, groups, per_block, own.minimums) if own.minimums else None,
     )
 

@@ -182,10 +182,15 @@ GGUF_DEFAULTS = (
 """Fields that GGUF metadata leaves out where they have their usual values; what it should state is not guessed."""
 
 
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """The class that a config names, if it does."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
 def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
     """The row a config names, by its class, or by its model type where it names none."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    name = class_name(config)
     return BY_MODEL_TYPE.get(str(config.get("model_type"))) if name is None else ARCHITECTURES.get(name)
 
 

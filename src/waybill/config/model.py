@@ -16,6 +16,7 @@ from waybill.config.architectures import (
     KNOWN,
     Architecture,
     architecture_of,
+    class_name,
 )
 from waybill.config.fields import LARGEST_COUNT, Fields
 from waybill.config.rope import RotaryConfig, read_rotary
@@ -210,8 +211,7 @@ def _architecture(raw: Mapping[str, Any], where: str, problems: list[WaybillErro
         return _gguf_architecture(str(raw[GGUF_ARCHITECTURE]), where, problems)
     if (row := architecture_of(raw)) is not None:
         return row
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    name = class_name(raw)
     # Stems only: every name ends alike, and a shared ending is no likeness.
     stems = {known.removesuffix(_ENDING): known for known in KNOWN}
     near = get_close_matches(str(name).removesuffix(_ENDING), stems, n=1, cutoff=0.75)

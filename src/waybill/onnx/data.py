@@ -147,8 +147,9 @@ def _pieces(
         return
     length = values[0].shape[axis]
     rows = limit // (nbytes // length)
-    for start in range(0, length, max(rows, 1)):
-        part = [value.narrow(axis, start, min(max(rows, 1), length - start)) for value in values]
+    step = max(rows, 1)
+    for start in range(0, length, step):
+        part = [value.narrow(axis, start, min(step, length - start)) for value in values]
         yield from [part] if rows else _pieces(part, items, limit, axis + 1)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from waybill.onnx.providers import refusals
 from waybill.plan.parameter import AffinePacking, CodebookPacking, Merges, ParameterSpec
 from waybill.plan.target import Target
-from waybill.weights import FloatWeight, LazyTensor, Storage, stored
+from waybill.weights import FloatWeight, LazyTensor, Storage
 from waybill.weights.affine import CENTRES
 from waybill.weights.codebook import CodebookWeight
 from waybill.weights.dtypes import Array
-from waybill.weights.lazy import Decoded
+from waybill.weights.lazy import decoded
 
 LARGEST_BLOCK = {2: 256, 4: 1024, 8: 1024}
 """Elements of K a scale may cover, by bits: what the CPU kernels take. Blocks are powers of two."""
@@ -111,9 +111,8 @@ def _as_floats(weight: CodebookWeight) -> LazyTensor:
 
 def _packed_fields(value: LazyTensor, bits: int) -> LazyTensor:
     """U8 [..., G] with a field each to U8 [..., ceil(G·bits/8)]."""
-    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
     shape = (*value.shape[:-1], math.ceil(value.shape[-1] * bits / 8))
-    return stored(Decoded(first.name, "U8", shape, first.file, first.offset, PackedFields(value, bits)))
+    return decoded(value, "U8", shape, PackedFields(value, bits))
 
 
 @dataclass(frozen=True, slots=True)

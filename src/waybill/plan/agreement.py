@@ -72,8 +72,10 @@ def ties(specs: Sequence[ParameterSpec], slots: Mapping[str, Slots]) -> Iterator
 def packed_cuts(specs: Sequence[ParameterSpec], legal: Sequence[int], tp: int) -> Iterator[WaybillError]:
     """Cuts that would leave groups too small to compute with, or split a block; `legal` are the sizes the config
     allows."""
+    if tp == 1 or tp not in legal:
+        return
     split = next((spec for spec in specs if not spec.keeps_blocks(tp)), None)
-    if split is None or split.packing is None or tp == 1 or tp not in legal:
+    if split is None or split.packing is None:
         return
     sizes = [n for n in legal if keeps_groups(specs, n)]
     if isinstance(split.packing, AffinePacking):

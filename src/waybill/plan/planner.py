@@ -151,7 +151,9 @@ def describe(
     if checkpoint.dequantize and (widened := [t for t in checkpoint.tensors.values() if t.dtype in AS_FLOATS]):
         types = ", ".join(sorted({t.dtype for t in widened}))
         notices.append(f"{len(widened)} tensors of type {types} are read as floats, as --dequantize asks")
-    paired = family.paired_rows(checkpoint.config, config) if config else lambda _: 0
+    if config is None or policy.naming.translate is None:  # rows lie as they do at run time
+        return config, policy, records
+    paired = family.paired_rows(checkpoint.config, config)
     return config, policy, [_in_order(record, paired(policy.naming.runtime(record.source_name))) for record in records]
 
 

@@ -118,10 +118,9 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
 
 def _laid(row: Sequence[float], depth: float, box: Box) -> Iterator[Box]:
     """A row along the shorter side of a box."""
-    at = 0.0
+    at, across = 0.0, box.width >= box.height
     for area in row:
         length = area / depth if depth else 0
-        across = box.width >= box.height
         yield Box(box.x, box.y + at, depth, length) if across else Box(box.x + at, box.y, length, depth)
         at += length
 

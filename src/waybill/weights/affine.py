@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from waybill.weights.lazy import Decoded, LazyTensor, concat, stack, stored
+from waybill.weights.lazy import Decoded, LazyTensor, concat, decoded, stack, stored
 
 if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
@@ -104,9 +104,7 @@ class AffinePackedWeight:
         octets = group * self.layout.bits // 8
 
         def refined(value: LazyTensor, *last: int, split: bool) -> LazyTensor:
-            name, file, offset = _begin(value)
-            shape = (*self.codes.shape[:-2], *last)
-            return stored(Decoded(name, value.dtype, shape, file, offset, Refined(value, repeat, split)))
+            return decoded(value, value.dtype, (*self.codes.shape[:-2], *last), Refined(value, repeat, split))
 
         codes = refined(self.codes, groups, octets, split=True)
         each = {role: refined(value, groups, split=False) for role, value in self.parts.items() if role != "codes"}
@@ -148,12 +146,6 @@ def _join(
         zero_points=join([part.zeros for part in parts]) if stated else None,
         minimums=join(minimums) if minimums else None,
     )
-
-
-def _begin(value: LazyTensor) -> tuple[str, str, int]:
-    """The name, file and offset a computation over `value` is known by."""
-    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
-    return first.name, first.file, first.offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from waybill.weights.lazy import Decoded, LazyTensor, concat, stack, stored
+from waybill.weights.lazy import LazyTensor, concat, decoded, stack
 
 if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
@@ -115,10 +115,8 @@ class CodebookWeight:
         """The same weight with scales of its own for every row: [..., N, ceil(K/columns)]."""
         if self.layout.rows == 1:
             return self
-        first = min(self.scales.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
         shape = (*self.codes.shape[:-1], self.scales.shape[-1])
-        repeated = RepeatedRows(self.scales, self.layout.rows)
-        scales = stored(Decoded(first.name, self.scales.dtype, shape, first.file, first.offset, repeated))
+        scales = decoded(self.scales, self.scales.dtype, shape, RepeatedRows(self.scales, self.layout.rows))
         return replace(self, layout=self.layout._replace(rows=1), scales=scales)
 
     def map(self, change: Callable[[LazyTensor], LazyTensor]) -> CodebookWeight:

@@ -154,6 +154,12 @@ def stored(header: TensorHeader | Decoded) -> LazyTensor:
     return LazyTensor(header.dtype, header.shape, (Tile(header, zero, header.shape, _IN_ORDER[len(zero)], zero),))
 
 
+def decoded(value: LazyTensor, dtype: str, shape: tuple[int, ...], decoder: Decoder) -> LazyTensor:
+    """What a decoder makes of a value, known by the name and place of the first tensor that the value is made of."""
+    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
+    return stored(Decoded(first.name, dtype, shape, first.file, first.offset, decoder))
+
+
 def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     """Join along `axis`; the parts agree in dtype and in every other axis (the caller has checked)."""
     if len(parts) == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from waybill.weights.codebook import CodebookWeight
-from waybill.weights.lazy import Decoded, LazyTensor, stored
+from waybill.weights.lazy import LazyTensor, decoded
 from waybill.weights.record import FloatWeight, Storage
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def halves_apart(weight: Storage, head_dim: int) -> Storage:
         return weight
 
     def parted(value: LazyTensor) -> LazyTensor:
-        source = min((tile.source for tile in value.tiles), key=lambda own: (own.file, own.offset))
-        decoder = HalvesApart(value, head_dim)
-        return stored(Decoded(source.name, value.dtype, value.shape, source.file, source.offset, decoder))
+        return decoded(value, value.dtype, value.shape, HalvesApart(value, head_dim))
 
     if isinstance(weight, FloatWeight):
         return FloatWeight(parted(weight.value))

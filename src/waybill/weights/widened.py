@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from waybill.weights.affine import AffineLayout, AffinePackedWeight
 from waybill.weights.codebook import CodebookWeight
-from waybill.weights.lazy import Decoded, LazyTensor, stored
+from waybill.weights.lazy import LazyTensor, decoded
 
 if TYPE_CHECKING:
     from waybill.weights.dtypes import Array
 
-_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of E2M1, by the three bits below the sign (OCP microscaling formats)."""
 _NAN = 255
 """The exponent that is no number."""
 
@@ -35,14 +33,9 @@ def widened(weight: CodebookWeight) -> AffinePackedWeight:
     return AffinePackedWeight(
         layout=AffineLayout(bits=8, group=layout.columns, symmetric=True),
         in_features=columns,
-        codes=_made(weight.codes, "U8", (*shape, layout.columns), DoubledCodes(weight.codes, layout.columns)),
-        scales=_made(weight.scales, "F32", shape, HalvedPowers(weight.scales)),
+        codes=decoded(weight.codes, "U8", (*shape, layout.columns), DoubledCodes(weight.codes, layout.columns)),
+        scales=decoded(weight.scales, "F32", shape, HalvedPowers(weight.scales)),
     )
-
-
-def _made(value: LazyTensor, dtype: str, shape: tuple[int, ...], decoder: DoubledCodes | HalvedPowers) -> LazyTensor:
-    first = min(value.tiles, key=lambda tile: (tile.source.file, tile.source.offset)).source
-    return stored(Decoded(first.name, dtype, shape, first.file, first.offset, decoder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,9 @@ class DoubledCodes:
         """Two looked up for each byte."""
         import numpy as np
 
-        table = np.array([128 + sign * magnitude for sign in (1, -1) for magnitude in _MAGNITUDES], np.uint8)
+        from waybill.weights.dequantize import table_of
+
+        table = (128 + 2 * table_of("E2M1")).astype(np.uint8)
         pairs = np.stack((table[arrays[0] & 15], table[arrays[0] >> 4]), axis=-1)
         whole: Array = pairs.reshape(*extent[:-1], self.group)
         return whole[..., start[-1] : start[-1] + extent[-1]]

@@ -127,7 +127,6 @@ def members_of(weight: str, slabs: int, origin: Origin) -> Iterator[Member]:
     """What a weight of the graph is made of, in any order; names alone decide it."""
     path, _, leaf = weight.rpartition(".")
     if weight.endswith(BANKS):
-        path = weight.rpartition(".")[0]
         banks = {weight, *(f"{path}.{letter}_proj" for letter in ("gate", "up", "down"))}
         if any(count != slabs for bank in banks for count in origin.slabs(bank)):
             return  # another number of experts
