@@ -241,7 +241,7 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     from waybill.onnx.verify.decoding import StoredTensors
     from waybill.onnx.verify.origin import Origin
 
-    checkpoint = checkpoint.fetched({shard.name for shard in checkpoint.shards})
+    checkpoint = checkpoint.fetched(checkpoint.files)
     family, problems = family_of(checkpoint.config), list(checkpoint.problems)
     policy = family.policy(checkpoint, problems)
     config, found, _ = family.read(checkpoint.config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from waybill.api import open as open_checkpoint
 from waybill.checkpoint import Checkpoint, RangeReader, TensorHeader
+from waybill.checkpoint.files import Progress
 from waybill.differences import Comparison, Difference, Layout, Stored, ValueDifference
 from waybill.errors import Refused, UnsupportedFeature, UnsupportedRope, WaybillError
 from waybill.families import family_of
@@ -34,7 +35,6 @@ _CONFIG = "config.json"
 VALUES = 1 << 21
 """Values of a weight that are compared together."""
 THREADS = 2
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Side:
     @property
     def files(self) -> set[str]:
         """The names of its weight files."""
-        return {shard.name for shard in self.checkpoint.shards}
+        return self.checkpoint.files
 
     def fetched(self, progress: Progress = lambda _: None) -> Side:
         """The same with its weight files on this disk, brought from the hub if they lie there."""

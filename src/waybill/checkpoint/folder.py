@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,11 @@ class Checkpoint:
         return self.place if self.location == self.root else self.location.name
 
     @property
+    def files(self) -> set[str]:
+        """The names of its weight files."""
+        return {shard.name for shard in self.shards}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -161,7 +166,7 @@ def describe(files: Files) -> Checkpoint:
     generation_config = _json(generation, findings) if generation.exists() else {}
     side_files = {name: _json(root / name, findings) for name in SIDE_FILES if (root / name).exists()}
     names, promised = _weight_files(files, findings)
-    tensors, shards = _read_shards(files, names, findings)
+    tensors, shards = read_shards(files, names, files.header, findings)
     if promised is not None:
         _compare_with_index(promised, tensors, shards, findings)
     return Checkpoint(
@@ -304,10 +309,14 @@ def _no_safetensors(files: Files) -> NoSafetensors:
     )
 
 
-def _read_shards(files: Files, names: list[str], findings: Findings) -> tuple[dict[str, TensorHeader], list[Shard]]:
+def read_shards(
+    files: Files, names: list[str], header_of: Callable[[str], FileHeader], findings: Findings
+) -> tuple[dict[str, TensorHeader], list[Shard]]:
+    """The tensors of all files by name, and the files; what is wrong with one is a problem, and the others are read."""
+
     def read(name: str) -> FileHeader | CheckpointError:
         try:
-            return files.header(name)
+            return header_of(name)
         except CheckpointError as error:
             return error
 
@@ -320,11 +329,11 @@ def _read_shards(files: Files, names: list[str], findings: Findings) -> tuple[di
         shards.append(Shard.of(name, header))
         for tensor in header.tensors:
             if (first := tensors.setdefault(tensor.name, tensor)) is not tensor:
-                findings.problems.append(duplicate(first, tensor))
+                findings.problems.append(_duplicate(first, tensor))
     return tensors, shards
 
 
-def duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:
+def _duplicate(first: TensorHeader, second: TensorHeader) -> DuplicateTensor:
     """One name in two files."""
     return DuplicateTensor(
         "a tensor is stored in two files",

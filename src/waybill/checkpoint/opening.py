@@ -6,17 +6,18 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from waybill.checkpoint.files import Files, Folder, is_kind
-from waybill.checkpoint.folder import Checkpoint, Findings, Shard, describe, duplicate, read_folder
+from waybill.checkpoint.folder import Checkpoint, Findings, describe, read_folder, read_shards
 from waybill.checkpoint.gguf import MAGIC, read_gguf
-from waybill.checkpoint.header import TensorHeader
+from waybill.checkpoint.header import FileHeader, TensorHeader
 from waybill.checkpoint.hub import open_hub
 from waybill.checkpoint.hubid import HubId, hub_id
 from waybill.checkpoint.metadata import FREQUENCIES, config_of, generation_of
-from waybill.errors import CheckpointError, MissingShard, some
+from waybill.errors import MissingShard, some
 
 MOST_FACTORS = 4096
 """Half the elements of a head, many times over."""
@@ -73,7 +74,17 @@ def read_metadata(path: Path) -> dict[str, Any]:
         CheckpointError: the file is no whole GGUF file.
     """
     first = path.with_name(_pieces(path.name)[0])
-    return read_gguf(first, first.name).metadata
+    try:
+        stat = first.stat()
+    except OSError:
+        return read_gguf(first, first.name).metadata  # which says what is wrong
+    return _metadata_of(first, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+
+
+@lru_cache(maxsize=1)
+def _metadata_of(path: Path, _identity: tuple[int, int, int]) -> dict[str, Any]:
+    """A vocabulary takes a while to parse, and the tokenizer and every prompt's template ask for it."""
+    return read_gguf(path, path.name).metadata
 
 
 def _pieces(file: str) -> list[str]:
@@ -89,21 +100,15 @@ def _read_gguf(files: Files, file: str) -> Checkpoint:
     present = [name for name in names if files.holds(name)]
     if len(present) < len(names):
         findings.problems.append(_incomplete(f"{files.place}/{file}", names, present))
-    metadata: dict[str, Any] = {}
-    tensors: dict[str, TensorHeader] = {}
-    shards: list[Shard] = []
-    for name in present:
-        try:
-            header = files.gguf(name)
-        except CheckpointError as error:
-            findings.problems.append(error)
-            continue
-        metadata = metadata or header.metadata  # the others repeat only what splits them
-        shards.append(Shard.of(name, header.file))
-        for tensor in header.file.tensors:
-            if tensor.name in tensors:
-                findings.problems.append(duplicate(tensors[tensor.name], tensor))
-            tensors.setdefault(tensor.name, tensor)
+    stated: dict[str, dict[str, Any]] = {}
+
+    def header(name: str) -> FileHeader:
+        found = files.gguf(name)
+        stated[name] = found.metadata
+        return found.file
+
+    tensors, shards = read_shards(files, present, header, findings)
+    metadata = next((stated[name] for name in present if stated.get(name)), {})  # the others repeat what splits them
     return Checkpoint(
         files.root,
         config_of(metadata, tensors, _factors(files, tensors)) if shards and len(present) == len(names) else {},

@@ -13,6 +13,7 @@ import torch
 
 from waybill.api import plan
 from waybill.checkpoint import Checkpoint, RangeReader, read_checkpoint
+from waybill.checkpoint.files import Progress
 from waybill.config import ModelConfig
 from waybill.engine.distributed import agreeing, all_agree, broadcast, get_tp_info
 from waybill.engine.dtypes import TORCH_DTYPES
@@ -26,7 +27,6 @@ from waybill.plan.collection import uncollected
 from waybill.plan.stream import IN_FLIGHT, equals, stream
 from waybill.weights.dtypes import Array
 
-Progress = Callable[[int], None]
 """Told the bytes that just reached their place."""
 
 
@@ -55,7 +55,7 @@ def cached_load_hf_config(path: str | Path) -> dict[str, Any]:
 def download_hf_weight(model: str) -> Path:
     """The folder of a checkpoint, or a GGUF file: a local one as it is, a Hugging Face id through the hub's cache."""
     checkpoint = read_checkpoint(model)
-    return checkpoint.fetched({shard.name for shard in checkpoint.shards}).location
+    return checkpoint.fetched(checkpoint.files).location
 
 
 def load_weight(path: str | Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

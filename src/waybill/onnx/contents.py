@@ -7,7 +7,7 @@ are those of the package's config.json, which is the checkpoint's.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,11 +73,10 @@ def read_contents(folder: str | Path) -> Contents:
 
 def _as_checkpoint(root: Path, entries: list[Entry]) -> Checkpoint:
     tensors = {e.name: TensorHeader(e.name, e.dtype, e.shape, e.file, e.offset, e.nbytes) for e in entries}
-    shards = []
+    held, shards = Counter(tensor.file for tensor in tensors.values()), []
     for file in sorted({entry.file for entry in entries}):
         stat = locate(root, file).stat()
-        held = sum(tensor.file == file for tensor in tensors.values())
-        shards.append(Shard(file, stat.st_size, stat.st_mtime_ns, stat.st_ino, held))
+        shards.append(Shard(file, stat.st_size, stat.st_mtime_ns, stat.st_ino, held[file]))
     generation = root / "generation_config.json"
     generation_config = read_object(generation) if generation.exists() else {}
     return Checkpoint(root, read_object(root / "config.json"), generation_config, tensors, tuple(shards))

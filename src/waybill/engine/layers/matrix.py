@@ -5,6 +5,8 @@ N outputs, K inputs, G groups, B bytes a group, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -84,7 +86,7 @@ class PackedMatrix(Matrix):
         """By the kernel if prepared, else block by block."""
         if self._kernels:
             return self._kernels[0].product(x_TK)
-        return blockwise(x_TK, self._parts)
+        return self._unpacked_product(x_TK, self._parts)
 
     @property
     def _parts(self) -> Affine:
@@ -99,7 +101,13 @@ class PackedMatrix(Matrix):
         """The product with one matrix of a bank."""
         if self._kernels:
             return self._kernels[index].product(x_TK)
-        return blockwise(x_TK, self._parts.at(index))
+        return self._unpacked_product(x_TK, self._parts.at(index))
+
+    def _unpacked_product(self, x_TK: torch.Tensor, parts: Affine) -> torch.Tensor:
+        def made(rows: slice) -> torch.Tensor:
+            return unpacked(parts.at(rows), x_TK.dtype)[:, : x_TK.shape[-1]]
+
+        return blockwise(x_TK, len(parts.codes), made)
 
     def prepare(self, *, keep: bool = False) -> None:
         """Rearrange for a kernel where one fits. The canonical tensors are given up, so nothing is held twice, unless
@@ -116,14 +124,11 @@ class PackedMatrix(Matrix):
             vars(self).pop(name, None)
 
 
-def blockwise(x_TK: torch.Tensor, parts: Affine) -> torch.Tensor:
-    """x Wᵀ with blocks of W's rows unpacked one after another."""
-    in_features = x_TK.shape[-1]
-    rows = max(BLOCK_ELEMENTS // max(in_features, 1), 1)
-    out = []
-    for start in range(0, len(parts.codes), rows):
-        weight = unpacked(parts.at(slice(start, start + rows)), x_TK.dtype)
-        out.append(F.linear(x_TK, weight[:, :in_features]))
+def blockwise(x_TK: torch.Tensor, outputs: int, made: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """x Wᵀ with blocks of W's rows, [n, K], made one after another."""
+    rows = max(BLOCK_ELEMENTS // max(x_TK.shape[-1], 1), 1)
+    blocks = (slice(start, min(start + rows, outputs)) for start in range(0, outputs, rows))
+    out = [F.linear(x_TK, made(block)) for block in blocks]
     return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
 
 
@@ -169,13 +174,11 @@ class CodebookMatrix(Matrix):
         return self._product(x_TK, self.codes[index], self._scales[index])
 
     def _product(self, x_TK: torch.Tensor, codes_NB: torch.Tensor, scales_RC: torch.Tensor) -> torch.Tensor:
-        rows = max(BLOCK_ELEMENTS // max(x_TK.shape[-1], 1), 1)
-        out = []
-        for start in range(0, len(codes_NB), rows):
-            codes = codes_NB[start : start + rows]
-            numbers = torch.arange(start, start + len(codes), device=codes.device)
-            out.append(F.linear(x_TK, looked_up(codes, scales_RC, self._layout, numbers, x_TK.dtype)))
-        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
+        def made(rows: slice) -> torch.Tensor:
+            numbers = torch.arange(rows.start, rows.stop, device=codes_NB.device)
+            return looked_up(codes_NB[rows], scales_RC, self._layout, numbers, x_TK.dtype)
+
+        return blockwise(x_TK, len(codes_NB), made)
 
 
 def make_matrix(parameters: Parameters, name: str) -> FloatMatrix | PackedMatrix | CodebookMatrix:
