@@ -6,12 +6,12 @@ nearest, no text is looked at.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from scripts.unpack_smollm2 import made, unpacked
 
 # Asymmetric, which auto-round writes in the AWQ layout, in groups that divide both 576 and 1536: of symmetric and
 # asymmetric, 32 and 64, it costs the least perplexity. Freezing what the imports left behind takes it out of the
@@ -30,30 +30,18 @@ AutoRound(
 def packed(source: Path) -> Path:
     """`source` packed, in a folder beside it that is made on the first call; processes wait for the one making it."""
     folder = source.with_name(f"{source.name}-auto-round-w4")
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "config.json").exists():
-            staging = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-            staging.mkdir()
-            try:
-                _produce(source.resolve(), staging)
-                shutil.rmtree(folder, ignore_errors=True)
-                next(staging.glob("*/config.json")).parent.rename(folder)  # auto-round adds a level named by scheme
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-    return folder
+    return made(folder, lambda staging: _produce(source.resolve(), staging))
 
 
-def _produce(source: Path, staging: Path) -> None:
+def _produce(source: Path, staging: Path) -> Path:
     """In a process of its own: what the producer logs, warns of and leaves in memory stays there."""
     command = [sys.executable, "-c", PRODUCE, str(source), str(staging)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=staging, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise RuntimeError(f"auto-round ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return next(staging.glob("*/config.json")).parent  # auto-round adds a level named by scheme
 
 
 if __name__ == "__main__":
-    from scripts.unpack_smollm2 import unpacked
-
     print(packed(unpacked()))

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,29 @@ def unpacked() -> Path:
     """The model's folder, made on the first call; processes wait for the one making it."""
     folder = cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{NAME}.lock").open("w") as lock:
+    return made(folder, lambda staging: _unpack(gguf_file(), staging))
+
+
+def made(folder: Path, make: Callable[[Path], Path]) -> Path:
+    """A folder that is made on the first call; processes wait for the one making it.
+
+    `make` is given a staging folder to fill, and says what of it becomes the folder.
+    """
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "config.json").exists():
-            staging = folder.with_name(f"{NAME}.{os.getpid()}.tmp")
+            staging = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
             staging.mkdir()
             try:
-                _unpack(gguf_file(), staging)
+                whole = make(staging)
                 shutil.rmtree(folder, ignore_errors=True)
-                staging.rename(folder)
+                whole.rename(folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
-def _unpack(source: Path, folder: Path) -> None:
+def _unpack(source: Path, folder: Path) -> Path:
     import gguf
     from safetensors.numpy import save_file
 
@@ -75,6 +84,7 @@ def _unpack(source: Path, folder: Path) -> None:
         ("config.json", _config(fields)),  # last: its presence marks a whole folder
     ):
         (folder / file).write_text(json.dumps(content, ensure_ascii=False, indent=1), "utf-8")
+    return folder
 
 
 def _hf_name(name: str) -> str:

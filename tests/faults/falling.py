@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from children import forked
 
 import waybill.engine.load  # noqa: F401 - with all that is behind it, once for all
 from waybill.__main__ import main
@@ -73,19 +74,6 @@ SCENES = {
     "no memory while generating": Scene(2, 1, lambda _: at(5, dist, "broadcast", exhausted)),
     "a file of the first is short": Scene(2, 0, cut),
 }
-
-
-def forked(act: Callable[[], object]) -> int:
-    number = os.fork()
-    if number == 0:
-        try:
-            act()
-        except SystemExit as ended:
-            sys.stdout.flush()
-            os._exit(int(ended.code or 0))
-        finally:
-            os._exit(99)
-    return number
 
 
 def rank(number: int, scene: Scene, port: int, checkpoint: Path, folder: Path) -> None:

@@ -21,12 +21,10 @@ Half = Callable[[], object]
 Step = Callable[[str, str, Half | None], None]
 """Told the kind of step, the path, and how to do half of it."""
 
-CHANGES = frozenset(
-    ("mkdir", "create", "write", "truncate", "copy", "link", "rename", "exchange", "unlink", "rmdir", "fsync", "flock")
-)
 READS = frozenset(("open", "read"))
 ROOM = frozenset(("mkdir", "create", "write", "truncate", "copy", "link", "rename", "exchange", "fsync"))
 """What a full disk may refuse."""
+CHANGES = ROOM | {"unlink", "rmdir", "flock"}
 
 
 def path_of(place: Any) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from children import forked
+
 from waybill.__main__ import main
 
 STRIDE = {"importing": 31, "working": 1}
@@ -24,19 +26,15 @@ STRIDE = {"importing": 31, "working": 1}
 def child(before: Callable[[], None], arguments: list[str]) -> tuple[int, str]:
     """Exit status of the command, and all it wrote."""
     reading, writing = os.pipe()
-    number = os.fork()
-    if number == 0:
+
+    def act() -> None:
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         sys.argv = ["waybill", *arguments]
         before()
-        try:
-            main()
-        except SystemExit as ended:
-            sys.stdout.flush()
-            os._exit(int(ended.code or 0))
-        finally:
-            os._exit(99)
+        main()
+
+    number = forked(act)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         said = pipe.read()
